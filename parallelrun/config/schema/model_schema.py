@@ -40,6 +40,17 @@ class RouterConfig:
 
 
 @dataclass
+class LoraConfig:
+    """LoRA adapters (`model.lora.*`): small matrices that are trained while the model itself is frozen."""
+
+    rank: int | None = key(
+        None, "rank of the adapters; null: none, and all of the model is trained", least=1, most=SIZE
+    )
+    alpha: float = key(16.0, "adapters are multiplied by alpha / rank", above=0)
+    targets: list[str] = key(list, "names of adapted layers, or their ends; patterns allowed; []: all but the output")
+
+
+@dataclass
 class ModelConfig:
     """The model. `name` is its registry key (gpt, resnet, module, ...); a preset of a size fills the rest."""
 
@@ -127,6 +138,7 @@ class ModelConfig:
         "model=hf: what the model does; null: as its class",
         choices=("causal_lm", "masked_lm", "image_classification"),
     )
+    lora: LoraConfig = field(default_factory=LoraConfig)
     from_hf: str | None = key(None, "config.json of Hugging Face transformers which fills all keys that are not set")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -15,7 +16,7 @@ from parallelrun.base.registry import has
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed import torch_private
 from parallelrun.models import layers
-from parallelrun.models.module import checks, network, slices, source
+from parallelrun.models.module import checks, lora, network, slices, source
 from parallelrun.models.module.measuring import BlockMeasure
 from parallelrun.models.module.outputs import call, undefined
 from parallelrun.models.module.own_forward import ROOT
@@ -205,12 +206,16 @@ def _layers(module: nn.Module, block: str, listed: set[int]) -> list[LayerSpec]:
                 continue
             listed.add(id(parameter))
             frozen = not parameter.requires_grad
-            parameters.append(ParameterSpec(f"{name}.{key}", tuple(parameter.shape), OWN, role, frozen=frozen))
+            own = lora.initialiser(part, name)
+            spec = ParameterSpec(f"{name}.{key}", tuple(parameter.shape), own or OWN, role, frozen=frozen)
+            parameters.append(replace(spec, is_adapter=own is not None))
         if parameters or tied or role:
             weight = next((tuple(p.shape) for p in part.parameters(recurse=False) if p.dim() == 2), (0, 0))
             sizes = weight if role == "embedding" else weight[::-1]
-            possible = tuple(other for other, kinds in source.ROLES.items() if isinstance(part, kinds))
-            specs.append(LayerSpec(name, role, sizes[0], sizes[1], tuple(parameters), tied, possible))
+            is_free = not isinstance(part, lora.Factor)
+            possible = tuple(other for other, kinds in source.ROLES.items() if is_free and isinstance(part, kinds))
+            layer = LayerSpec(name, role, sizes[0], sizes[1], tuple(parameters), tied, possible)
+            specs.append(replace(layer, is_adapted=lora.is_target(part)))
     return specs
 
 

@@ -55,7 +55,7 @@ class BlockMeasure:
         self.saved = Saved()
         self.shape: tuple[int, ...] = ()
         self._stack = ExitStack()
-        hooks = [part.register_forward_hook(self.saved.called) for part in block.modules()]
+        hooks = [part.register_forward_hook(self.saved.called, prepend=True) for part in block.modules()]
         hooks.append(block.register_forward_pre_hook(self._enter, prepend=True))
         hooks.append(block.register_forward_hook(self._leave, always_call=True))  # or the counter would stay on
         self._hooks = hooks

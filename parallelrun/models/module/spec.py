@@ -38,7 +38,7 @@ class UserModuleDefinition(ModelDefinition):
 
     own_keys = frozenset({
         "source", "roles", "blocks", "arguments", "vocab", "seq", "hidden", "layers", "heads", "label_smoothing",
-        "norm_samples",
+        "norm_samples", "lora",
     })  # fmt: skip
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
