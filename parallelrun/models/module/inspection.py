@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
@@ -155,7 +156,7 @@ def _measure(
     listed: set[int] = set()
     blocks = []
     for name, measure in measured.items():
-        specs = tuple(_layers(module, name, listed))
+        specs = tuple(_layers(module, name, listed, measure.saved.input_gradients))
         blocks.append(
             BlockSpec(
                 _full(name), MEASURED, specs, measure.flops(), measure.saved_elements(width),
@@ -183,7 +184,7 @@ def _estimate(
     positions = shape[0] if kind == "tokens" else 1
     blocks = []
     for name in names:
-        parts = tuple(_layers(module, name, listed))
+        parts = tuple(_layers(module, name, listed, {}))
         numel = sum(parameter.numel for layer in parts for parameter in layer.parameters)
         blocks.append(BlockSpec(_full(name), MEASURED, parts, 2.0 * positions * numel, 0.0))
     hidden = next(iter(module.parameters())).shape[-1]
@@ -191,9 +192,9 @@ def _estimate(
     return tuple(blocks), (*(shape if kind == "tokens" else ()), hidden), output
 
 
-def _layers(module: nn.Module, block: str, listed: set[int]) -> list[LayerSpec]:
+def _layers(module: nn.Module, block: str, listed: set[int], input_gradients: Mapping[int, int]) -> list[LayerSpec]:
     """The layers of one block that hold parameters or have a role, in module order. Adds the ids of their parameters to
-    `listed`; a parameter that is in it already is tied."""
+    `listed`; a parameter that is in it already is tied. input_gradients: see `measuring.Saved`."""
     specs = []
     first = _first_names(module)
     for inner, part in module.get_submodule(block).named_modules():
@@ -215,7 +216,8 @@ def _layers(module: nn.Module, block: str, listed: set[int]) -> list[LayerSpec]:
             is_free = not isinstance(part, lora.Factor)
             possible = tuple(other for other, kinds in source.ROLES.items() if is_free and isinstance(part, kinds))
             layer = LayerSpec(name, role, sizes[0], sizes[1], tuple(parameters), tied, possible)
-            specs.append(replace(layer, is_adapted=lora.is_target(part)))
+            unmeasured = 2 if lora.is_target(part) else 1
+            specs.append(replace(layer, input_gradients=input_gradients.get(id(part), unmeasured)))
     return specs
 
 

@@ -86,7 +86,7 @@ def carry(layer: nn.Module, replaced: nn.Module, role: str, config: Config, dtyp
 
 def is_target(layer: nn.Module) -> bool:
     """Whether a layer has an adapter."""
-    return isinstance(getattr(layer, NAMES[0], None), Factor)
+    return any(isinstance(getattr(layer, name, None), Factor) for name in NAMES)  # a role splits the other one
 
 
 def initialiser(layer: nn.Module, name: str) -> Initialiser | None:
@@ -96,12 +96,6 @@ def initialiser(layer: nn.Module, name: str) -> Initialiser | None:
     if name.rpartition(".")[2] not in NAMES or not isinstance(layer, (Factor, layers.RoleLayer)):
         return None
     return Initialiser("uniform", source.in_features**-0.5) if name.endswith(NAMES[0]) else Initialiser("zeros")
-
-
-def merged(weight: Tensor, first: Tensor, second: Tensor, scale: float) -> Tensor:
-    """The weight of one layer that computes what the layer and its adapter do; transposed as `weight` is."""
-    update = scale * (second @ first)
-    return weight + (update if update.shape == weight.shape else update.t())
 
 
 def _attach(layer: nn.Module, first: nn.Module, second: nn.Module, scale: float) -> None:
@@ -148,7 +142,8 @@ def _matches(name: str, pattern: str) -> bool:
 def _unmatched(pattern: str, named: Mapping[str, nn.Module], linear: Mapping[str, Any], title: str) -> ConfigError:
     other = next((part for name, part in named.items() if _matches(name, pattern)), None)
     kind = f" is {with_article(type(other).__name__)}, not a linear layer" if other else " is in no layer's name"
-    names = list(dict.fromkeys(name.rpartition(".")[2] if name[-1].isalpha() else name for name in linear))
+    ends = {name: name.rpartition(".")[2] for name in linear}
+    names = list(dict.fromkeys(name if end.isdigit() else end for name, end in ends.items()))
     more = ", ..." if len(names) > _SHOWN else ""
     message = f"{KEY}: {pattern!r}{kind} of {title}; its linear layers: {', '.join(names[:_SHOWN])}{more}"
     return ConfigError(Problem(message, KEY, f"'{KEY}=[{','.join(names[:2])}]'"))

@@ -51,7 +51,6 @@ from .traffic import AXIS, ProductTraffic, overlaps
 
 MULTIPLY = ("column_parallel", "row_parallel", "linear", "head")
 RESIDUAL_KINDS = ("transformer", "mlp")
-SUMMED = 3  # tensors of the gradient for the input of an adapted layer: of the layer, of the adapter, and their sum
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ class ProductStrategy(ProductTraffic):
         gives, own = _bytes(product.x, layer.in_features, plan), _weight_gradients(layer, product, plan)
         scratch = self.moved_bytes(layer, product, plan)
         scratch += gives if self._recomputes_input(layer, product, block, plan) else 0
-        scratch += (SUMMED - 1) * gives if layer.is_adapted else 0
+        scratch += (layer.input_gradients - 1) * gives
         # a gradient to be widened
         scratch += max((rounded_bytes([parameter], plan) for parameter in layer.parameters), default=0)
         rows, compute = product.y.local(plan.num_rows, 1, plan.mesh.sizes)[0], BYTES[plan.precision.compute]
@@ -269,12 +268,12 @@ class ProductStrategy(ProductTraffic):
 
 
 def _widest_gradients(block: BlockSpec, plan: Plan) -> LayerBackward:
-    """The gradients of activations in backward of the layer of a user's block where they need most, beside one of the
-    block's input. The gradient for the input of an adapted layer comes from the layer and from the adapter."""
+    """The gradients of activations in backward of that layer of a user's block where they need most,
+    beside the gradient of a residual."""
     if block.kind != MEASURED:
         return LayerBackward(0)
     widths = [
-        (layer.out_features, layer.in_features * (SUMMED if layer.is_adapted else 1))
+        (layer.out_features, layer.in_features * layer.input_gradients)
         for layer in block.layers
         if layer.out_features and not layer.is_adapter and layer.layer_role != "embedding"
     ]

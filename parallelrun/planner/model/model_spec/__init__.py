@@ -29,7 +29,8 @@ class LayerSpec:
     parameters) around router and experts, the former also of a key that heads share; empty for a user's layer without
     a role. in_features and out_features are global; `column_parallel` counts the sum of its outputs. A `head` with a
     tied weight has no `parameters`, and `tied` names the parameter it reads. possible_roles: the roles that a user's
-    own layer can have. is_adapted: it has an adapter (LoRA), which are the layers after it.
+    own layer can have. input_gradients: the tensors of the gradient for its input that exist at
+    once: a layer with an adapter (LoRA), which are the layers after it, has its own and the adapter's.
     """
 
     name: str
@@ -39,7 +40,7 @@ class LayerSpec:
     parameters: tuple[ParameterSpec, ...] = ()
     tied: str | None = None
     possible_roles: tuple[str, ...] = ()
-    is_adapted: bool = False
+    input_gradients: int = 1
 
     @property
     def is_adapter(self) -> bool:
