@@ -2,7 +2,7 @@
 
 A line has `messages`, each with a `role` (system, user, assistant) and a `content`, or a `prompt` and a `response`.
 The tokenizer's chat template makes a text of it (`tokenizing.chat_template`). In the token files, a token that is no
-answer is stored as ~id.
+answer is stored as ~id. Without a path, it reads a few small conversations that come with parallelrun.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from parallelrun.planner.model.definitions import BYTES, Dataset
 from parallelrun.planner.model.model_spec import ModelSpec
 
 FORMAT = "chat/1"  # of what the same conversations, tokenizer and template give
+EXAMPLE = Path(__file__).with_name("example_chat.jsonl")  # for a first try: a few kB
 ELEMENT = np.dtype("<i4")
 
 
@@ -73,7 +74,9 @@ class Chat(TextFiles):
     def open(self, config: Config, spec: ModelSpec) -> Dataset:
         documents, digest = self._read(config)
         fitting, _ = truncated(documents, spec.seq)
-        source = f"{config.dataset.path} ({documents.keys.size} conversations, {documents.num_tokens} tokens)"
+        source = (
+            f"{config.dataset.path or EXAMPLE} ({documents.keys.size} conversations, {documents.num_tokens} tokens)"
+        )
         return fitting.open(spec.vocab, digest, config, spec, source)
 
     def notes(self, config: Config, spec: ModelSpec, dataset: Dataset) -> list[str]:
@@ -116,7 +119,7 @@ def truncated(documents: Documents, seq: int) -> tuple[Documents, Truncation]:
 
 def _files(config: Config) -> list[DocumentFile]:
     """The jsonl files. Raises EnvironmentProblem, ConfigError, OSError."""
-    root = files.resolve_path(config, "a jsonl file of conversations, or a folder of them")
+    root = files.resolve_path(config, "conversations") if config.dataset.path else EXAMPLE
     documents, _ = find_documents(root, config.dataset.column, config.dataset.split)
     others = [file.path for file in documents if not file.is_jsonl]
     if others or not documents:
