@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallelrun.api.tables import SWEPT_RESULTS, Metrics, ResultTable, data_frame, html_table, html_text, plain_text
 from parallelrun.base.errors import CheckpointError, ConfigError, Problem
+from parallelrun.config.keys import named_code
 from parallelrun.report.records.rows import RunRow
 from parallelrun.report.records.run_differences import RunComparison
 

@@ -19,7 +19,9 @@ from parallelrun.base.errors import ConfigError, Problem
 def named(key: str, source: str | None) -> tuple[str, str]:
     """(file or module, function) of `key=source`. Raises ConfigError, before the user's code is imported."""
     path, colon, name = (source or "").rpartition(":")
-    example = f"{key}=./{'data' if key.startswith('dataset') else 'net'}.py:{'loss' if key.endswith('loss') else 'build'}"
+    example = (
+        f"{key}=./{'data' if key.startswith('dataset') else 'net'}.py:{'loss' if key.endswith('loss') else 'build'}"
+    )
     if not colon:
         raise ConfigError(Problem(f"{key}={source}: it must name a function in a file or module", key, example))
     if path.endswith(".py") and not Path(path).expanduser().is_file():
@@ -52,7 +54,9 @@ def load(key: str, source: str | None) -> Callable[..., Any]:
         raise failed(f"{key}={source}", error, key) from error
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
-        functions = [name for name, value in vars(module).items() if inspect.isfunction(value) or inspect.isclass(value)]
+        functions = [
+            name for name, value in vars(module).items() if inspect.isfunction(value) or inspect.isclass(value)
+        ]
         fix = " or ".join(f"{key}={path}:{close}" for close in get_close_matches(name, functions) or functions[:5])
         raise ConfigError(Problem(f"{key}={source}: {path} has no function {name!r}", key, fix))
     return function

@@ -15,13 +15,13 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.config.schema.strategy_keys import complete_class, completed
 
 GROUPS = ("model", "dataset", "strategy", "optimizer", "precision", "cluster", "recipe")
+CODE_KEYS = ("model.source", "model.loss", "dataset.source")  # functions of the user's
 PATH_KEYS = {
-    "path", "dataset.path", "tokenizer", "dataset.tokenizer", "dataset.cache",
-    "resume", "runs", "name", "recipe", "model.source", "model.loss", "dataset.source", "model.from_hf", "model.path", "plot",
+    "path", "dataset.path", "tokenizer", "dataset.tokenizer", "dataset.chat_template", "dataset.cache",
+    "resume", "runs", "name", "recipe", *CODE_KEYS, "model.from_hf", "model.path", "plot",
     "init.weights",
     "sweep.resume", "sweep.directory",
 }  # fmt: skip
-CODE_KEYS = ("model.source", "model.loss", "dataset.source")  # functions of the user's
 LIST_TEXTS = {"detail"}  # text keys whose commas separate parts of one value, not the points of a sweep
 # Open mappings of the schema: users may add keys of their own below them.
 MAPPINGS = ("model.roles", "model.arguments", "model.hf", "strategy.demo", "cluster.peak_tflops")

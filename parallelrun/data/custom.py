@@ -86,6 +86,10 @@ class CustomDataset(DatasetDefinition):
                 return number
         return len(getattr(items, "classes", None) or ()) or None
 
+    def has_ignored(self, config: Config) -> bool:
+        """Return whether its targets may be ignored: those of sequences."""
+        return config.model.loss is None and self.example(config)[1].ndim > 0
+
     def example(self, config: Config) -> Sample:
         items, _ = _items(config, "train")
         return CustomSplit(items, np.arange(len(items)), str(config.dataset.source)).sample(0)
@@ -108,8 +112,9 @@ class CustomDataset(DatasetDefinition):
         else:
             indices = np.arange(len(train)), np.arange(len(val))
         splits = CustomSplit(train, indices[0], source), CustomSplit(val, indices[1], source)
-        # a dataset of text ignores what it likes, so targets are counted before every step
-        dataset = Dataset(config.dataset.name, spec.vocab, _fingerprint(splits), *splits, has_ignored=spec.has_ignored)
+        dataset = Dataset(
+            config.dataset.name, spec.vocab, _fingerprint(splits), *splits, has_ignored=self.has_ignored(config)
+        )
         return require_samples(dataset, config, spec, f"{source} ({len(train)} items)")
 
     def notes(self, config: Config, spec: ModelSpec, dataset: Dataset) -> list[str]:

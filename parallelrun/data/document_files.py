@@ -57,11 +57,21 @@ class DocumentFile:
         yield from (_reader(self.path) or _plain)(self)
         self.position = self.size
 
+    @property
+    def is_jsonl(self) -> bool:
+        """Whether its rows are lines of JSON."""
+        return _reader(self.path) is _jsonl
+
+    def objects(self) -> Iterator[tuple[int, Any]]:
+        """(number, JSON value) of each line of a jsonl file. Raises DataError naming the file and the line, OSError."""
+        yield from _json_lines(self)
+        self.position = self.size
+
     def place(self, number: int) -> str:
         """`FILE:LINE` of a text file, `FILE, row ROW` of another table."""
         if not number:
             return str(self.path)
-        return f"{self.path}:{number}" if _reader(self.path) is _jsonl else f"{self.path}, row {number}"
+        return f"{self.path}:{number}" if self.is_jsonl else f"{self.path}, row {number}"
 
     def broken(self, number: int, why: object) -> DataError:
         """The error about the document `number`."""
@@ -156,6 +166,11 @@ def _plain(file: DocumentFile) -> Iterator[TextRow]:
 
 
 def _jsonl(file: DocumentFile) -> Iterator[TextRow]:
+    for number, document in _json_lines(file):
+        yield TextRow(_text_of(document, file, number), number)
+
+
+def _json_lines(file: DocumentFile) -> Iterator[tuple[int, Any]]:
     number = 0
     with file.path.open("rb") as raw:
         lines: Any = gzip.GzipFile(fileobj=raw) if file.path.suffix.lower() == ".gz" else raw
@@ -164,7 +179,7 @@ def _jsonl(file: DocumentFile) -> Iterator[TextRow]:
                 number += 1
                 if text := line.removeprefix(_BOM).strip() if number == 1 else line.strip():
                     file.position = raw.tell()
-                    yield TextRow(_text_of(json.loads(text), file, number), number)
+                    yield number, json.loads(text)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise file.broken(number + 1, f"the compressed file is damaged: {error}") from error
         except RecursionError as error:
@@ -184,7 +199,10 @@ def _text_of(document: Any, file: DocumentFile, number: int) -> bytes:
     text = document[file.column]
     if not isinstance(text, str):
         raise file.broken(number, f"{file.column!r} is no string, but {json.dumps(text)[:40]}")
-    return text.encode()
+    try:
+        return text.encode()
+    except UnicodeError as error:
+        raise file.broken(number, f"no UTF-8 text: {error}") from error
 
 
 def _listed(names: Any) -> str:

@@ -80,14 +80,21 @@ class MegatronTokens(DatasetDefinition):
 
 def open_tokens(prefix: Path, name: str, config: Config, spec: ModelSpec) -> Dataset:
     """The dataset of a pair of files. name: for messages. Raises EnvironmentProblem."""
+    documents, digest = read_documents(prefix)
+    source = f"{name} ({documents.starts.size} documents, {documents.num_tokens} tokens)"
+    return documents.open(spec.vocab, digest, config, spec, source)
+
+
+def read_documents(prefix: Path) -> tuple[Documents, str]:
+    """(the documents of a pair of files, their digest). Raises EnvironmentProblem."""
     indexed = open_indexed(prefix)
     starts, lengths = indexed.starts, indexed.lengths
     keys = np.arange(starts.size, dtype=np.uint64)
     source_of = np.zeros(starts.size, dtype=np.int64)
     documents = Documents([indexed.tokens], (str(beside(prefix, ".bin")),), source_of, starts, lengths, keys)
-    digest = hashlib.sha256(beside(prefix, ".idx").read_bytes() + files.digest_array(indexed.tokens)).hexdigest()
-    source = f"{name} ({starts.size} documents, {int(lengths.sum())} tokens)"
-    return documents.open(spec.vocab, digest, config, spec, source)
+    return documents, hashlib.sha256(
+        beside(prefix, ".idx").read_bytes() + files.digest_array(indexed.tokens)
+    ).hexdigest()
 
 
 def _noted(prefix: Path, key: str) -> Any:

@@ -120,6 +120,7 @@ class Mixture(DatasetDefinition):
     """Several datasets, with weights. Keys of `dataset` that a part does not give apply to it from outside."""
 
     reads_tokenizer = reads_mixture = packs = True
+    unread = ()
 
     def vocab_size(self, config: Config) -> int | None:
         self.tokenizer(config)
@@ -136,6 +137,9 @@ class Mixture(DatasetDefinition):
                 names = " and ".join(f"{name} by {of.path or of.sha256}" for name, of in (tokenizers[0], (label, made)))
                 raise ConfigError(Problem(f"the parts of a mixture need one tokenizer: {names}", KEY))
         return tokenizers[0][1] if tokenizers else None
+
+    def has_ignored(self, config: Config) -> bool:
+        return any(part.definition.has_ignored(part.config) for part in parts_of(config))
 
     def sample_kinds(self, config: Config) -> tuple[str, ...]:
         """What all parts give. Raises ConfigError if there is nothing."""

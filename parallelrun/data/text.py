@@ -27,11 +27,11 @@ class TextFiles(DatasetDefinition):
     reads_path = reads_tokenizer = packs = True
 
     def vocab_size(self, config: Config) -> int:
-        file = _tokenizer(config)
+        file = tokenizer_file(config)
         return file.vocab if file else NUM_BYTES + config.dataset.append_eod
 
     def tokenizer(self, config: Config) -> TextTokens:
-        file = _tokenizer(config)
+        file = tokenizer_file(config)
         return file.identity if file else TextTokens(BYTES)
 
     def is_ready(self, config: Config) -> bool:
@@ -60,7 +60,7 @@ class TextFiles(DatasetDefinition):
         return files.open_files(read, files.fingerprint(read), config, spec, source)
 
 
-def _tokenizer(config: Config) -> TokenizerFile | None:
+def tokenizer_file(config: Config) -> TokenizerFile | None:
     """The tokenizer.json that the configuration names; None for bytes. Raises ConfigError."""
     source = config.dataset.tokenizer
     return None if source in (None, BYTES) else find_tokenizer(source, "dataset.tokenizer")
@@ -68,7 +68,7 @@ def _tokenizer(config: Config) -> TokenizerFile | None:
 
 def _is_tokenized(config: Config, documents: Sequence[DocumentFile]) -> bool:
     """Whether tokens are written; otherwise the files' own bytes are the tokens."""
-    return bool(_tokenizer(config)) or config.dataset.append_eod or any(file.is_table for file in documents)
+    return bool(tokenizer_file(config)) or config.dataset.append_eod or any(file.is_table for file in documents)
 
 
 def _read(documents: list[DocumentFile], root: Path, max_bytes: int | None) -> list[files.ByteFile]:

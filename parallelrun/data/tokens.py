@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +28,7 @@ class Documents:
 
     sources: 1-D integer arrays (memory maps or arrays in memory); names: of each source, for messages. Document d is
     sources[source_of[d]][starts[d] : starts[d] + lengths[d]], and keys[d] decides whether it belongs to train or val.
+    has_hidden: a token id that is stored as ~id is an input, and never a target; such documents are not cut.
     """
 
     sources: Sequence[NDArray[Any]]
@@ -36,6 +37,7 @@ class Documents:
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     keys: NDArray[np.uint64]
+    has_hidden: bool = False
 
     @cached_property
     def _ends(self) -> NDArray[np.int64]:
@@ -62,9 +64,11 @@ class Documents:
         return np.concatenate(parts, dtype=np.int64)
 
     def read_below(self, vocab: int, start: int, stop: int, sample: int) -> NDArray[np.int64]:
-        """`read`, for a sample. Raises EnvironmentProblem for a token id that is not in [0, vocab), which names the
-        sample, the file and the byte offset."""
-        tokens = self.read(start, stop)
+        """`read`, for a sample, hidden tokens as they are stored. Raises EnvironmentProblem for a token id that is not
+        in [0, vocab), which names the sample, the file and the byte offset."""
+        tokens = stored = self.read(start, stop)
+        if self.has_hidden:
+            tokens = unhidden(stored)
         if self._may_exceed(vocab) and (tokens.max() >= vocab or tokens.min() < 0):
             first = int(np.flatnonzero((tokens >= vocab) | (tokens < 0))[0])
             source, offset, _ = self.locate(start + first)
@@ -72,7 +76,7 @@ class Documents:
             message = f"token id {tokens[first]} of {where} is not below the model's vocab {vocab}"
             fix = f"model.vocab={int(tokens.max()) + 1} or more, or leave it out to use the dataset's"
             raise EnvironmentProblem(Problem(message, "model.vocab", fix))
-        return tokens
+        return stored
 
     def _may_exceed(self, vocab: int) -> bool:
         """False when the element type alone keeps every token inside the vocab (bytes, vocab 256)."""
@@ -88,8 +92,8 @@ class Documents:
         )
 
     def choose(self, selected: NDArray[np.bool_]) -> Documents:
-        rows = self.source_of[selected], self.starts[selected], self.lengths[selected]
-        return Documents(self.sources, self.names, *rows, self.keys[selected])
+        columns = ("source_of", "starts", "lengths", "keys")
+        return replace(self, **{name: getattr(self, name)[selected] for name in columns})
 
     def cut(self, seq: int) -> Documents:
         """The same tokens as more, smaller documents: pieces of PIECE_TOKENS, or a twentieth of a small document, but
@@ -108,16 +112,17 @@ class Documents:
 
         See `require_samples`.
         """
-        documents = self.cut(spec.seq) if 0 < self.keys.size < FEW_DOCUMENTS else self
+        is_cut = 0 < self.keys.size < FEW_DOCUMENTS and not self.has_hidden
+        documents = self.cut(spec.seq) if is_cut else self
         is_val = held_out(documents.keys, config.dataset.val_fraction)
         train, val = (documents.choose(part) for part in (~is_val, is_val))
         name, seq = config.dataset.name, spec.seq
-        if config.dataset.pack:
+        if config.dataset.pack or self.has_hidden:
+            split = PackedDocuments if config.dataset.pack else SingleDocuments
             shift, seed = 1 if spec.mask_token is None else 0, config.seed
-            fingerprint = hashlib.sha256(f"packed/1/{seed}/{fingerprint}".encode()).hexdigest()
-            packs, val_packs, whole_packs = (
-                PackedDocuments(part, seq, spec.vocab, shift, seed) for part in (train, val, self)
-            )
+            if config.dataset.pack:
+                fingerprint = hashlib.sha256(f"packed/1/{seed}/{fingerprint}".encode()).hexdigest()
+            packs, val_packs, whole_packs = (split(part, seq, spec.vocab, shift, seed) for part in (train, val, self))
             dataset = Dataset(name, vocab, fingerprint, packs, val_packs, has_ignored=True, whole=whole_packs)
         else:
             windows, val_windows, whole = (TokenWindows(part, seq, spec.vocab) for part in (train, val, self))
@@ -193,8 +198,27 @@ class PackedDocuments(Split):
         for start, length in zip(self._packs.starts[pieces].tolist(), self._packs.lengths[pieces].tolist()):
             tokens = self.documents.read_below(self.vocab, start, start + length + self.shift, index)
             begin, stop = stop, stop + length
-            inputs[begin:stop], targets[begin:stop] = tokens[:length], tokens[self.shift :]
+            inputs[begin:stop] = unhidden(tokens[:length])
+            targets[begin:stop] = np.maximum(tokens[self.shift :], IGNORED)
         return inputs, targets
+
+
+@dataclass(frozen=True)
+class SingleDocuments(PackedDocuments):
+    """One document a sample, of at most seq + 1 tokens, and padding behind it, of which attention need not know: no
+    token attends to later ones."""
+
+    packs = False
+
+    @cached_property
+    def _packs(self) -> Packs:
+        lengths = self.documents.lengths
+        return Packs(np.cumsum(lengths) - lengths, (lengths - 1).astype(np.int32), np.arange(1, lengths.size + 1), 0)
+
+
+def unhidden(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The token ids of stored ones, see `Documents.has_hidden`."""
+    return tokens ^ (tokens >> 63)
 
 
 def held_out(keys: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:

@@ -37,6 +37,10 @@ class InitialValues(Protocol):
         """The part `ranges` of a logical tensor, in any dtype."""
         ...
 
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of that name: without a stored adapter, a new one starts."""
+        ...
+
 
 def materialise(
     parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int, values: InitialValues | None = None
@@ -63,7 +67,8 @@ def materialise(
             layout: Layout = plan.data.weight_layout(spec, module_layout(spec, plan), plan)
             local = parameter.detach()
             local = local.to_local() if isinstance(local, DTensor) else local
-            fill(local, spec, layout.ranges(spec.shape, plan.mesh.sizes, mesh.coordinate), seed, own, values)
+            stored = values if values is not None and values.holds(spec.name) else None
+            fill(local, spec, layout.ranges(spec.shape, plan.mesh.sizes, mesh.coordinate), seed, own, stored)
 
 
 def logical(spec: ParameterSpec, seed: int, own: dict[str, Tensor] | None = None) -> Tensor:

@@ -66,7 +66,7 @@ PLANS = [words for words in CALLS if words and words[0] not in TOOLS and not wor
 WITH_PLUG_INS = [
     words for words in PLANS if any(word.startswith(("hydra/launcher", "hydra/sweeper")) for word in words)
 ]
-WITH_TRANSFORMERS = [words for words in PLANS if "model=hf" in words]
+WITH_TRANSFORMERS = [words for words in PLANS if {"model=hf", "recipe=finetune_chat"} & {*words}]
 PLANNED = [words for words in PLANS if words not in WITH_PLUG_INS and words not in WITH_TRANSFORMERS]
 MEASURED = [words[1:] for words in CALLS if words[:1] == ["calibrate"]]  # takes minutes: tests/cli/test_calibrate.py
 NAMES = ("slurm",)  # without arguments a name in a sentence, not a command

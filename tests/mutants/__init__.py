@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from tests.mutants import context, general, grid, tensor
+from tests.mutants import adapters, context, general, grid, tensor
 
-MODULES = (general, tensor, grid, context)
+MODULES = (general, tensor, grid, context, adapters)
 
 
 def plant(name: str) -> None:

@@ -47,6 +47,7 @@ MODULE = {key: value for key, value in GPT.items() if key not in ("model.layers"
     "model.arguments": {"head_dim": 16, "depth": 4},
 }  # fmt: skip
 ROLES = {"model.roles": {"layers.*.[qkv]": "column_parallel", "layers.*.out": "row_parallel"}}
+LORA = {"model.lora.rank": 8}
 FEW = GPT | {"global_batch": 2, "micro_batch": 1, "model.seq": 16, "recompute": "full"}
 FP16, BF16 = ({"precision.name": name} for name in ("fp16", "bf16"))
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
@@ -92,6 +93,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "module": MODULE,
     "module bf16": MODULE | BF16,
     "module roles": MODULE | ROLES,
+    "module lora": MODULE | LORA,
+    "module lora fsdp": MODULE | LORA | data("fsdp"),
+    "module lora 1f1b": MODULE | LORA | pipeline("1f1b"),
+    "module lora full": MODULE | LORA | FULL,
     "module dropout": MODULE | {"model.arguments": {"head_dim": 16, "depth": 4, "dropout": 0.1}},
     # A small model and batch: the peak lies where backward has the gradient of a large weight in bf16 and in fp32.
     "gradient of the largest weight": MLP

@@ -12,6 +12,7 @@ from tests.parity import assert_equal, parity
 from tests.plans import llama
 from tests.ranks import test_context_attention as context
 from tests.ranks.test_data_experts import ALL, FSDP, HALF, MOE, THREE, ZERO1, ZERO2
+from tests.ranks.test_finetuning import LORA, MODULE
 from tests.ranks.test_grid_parity import BASE, CUBE, DEEP, DROPS, ONE_LAYER, SQUARE, form
 from tests.ranks.test_latent_parity import LATENT
 
@@ -32,6 +33,7 @@ ROUTED = {
 }  # fmt: skip
 GRID = {**BASE, **ONE_LAYER, "verify.steps": 1}
 SQUARE_GRID, CP = {**GRID, **SQUARE}, {"cp": 2}
+ADAPTED = {**MODULE, **LORA}
 HALF_EXPERTS, ALL_EXPERTS, THREE_EXPERTS = ({**MOE, **degrees} for degrees in (HALF, ALL, THREE))
 # A mutant stands as often as it has plans.
 PLANTED: list[tuple[str, Overrides]] = [
@@ -71,6 +73,10 @@ PLANTED: list[tuple[str, Overrides]] = [
     ("chunks_of_experts_in_a_row", {**THREE_EXPERTS, **ZERO2}),
     ("own_chunk_of_experts_stays_old", {**THREE_EXPERTS, **ZERO1}),
     ("latent_weights_not_summed", {**LATENT, "tp": 2, "strategy.tensor.sequence_parallel": True}),
+    ("gradients_of_first_factors_not_summed", {**ADAPTED, "tp": 2}),
+    ("products_of_first_factors_not_summed", {**ADAPTED, "tp": 2}),
+    ("adapters_summed_with_row_products", {**ADAPTED, "tp": 2}),
+    ("initial_weights_by_rank", {**ADAPTED, "dp": 2}),
     ("input_gradient_not_summed_apart", {**TP, "strategy.tensor.overlap": False}),
     ("input_gradient_summed_twice", TP),
     ("output_averaged", TP),

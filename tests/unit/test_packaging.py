@@ -26,7 +26,7 @@ def files_of_the_repository() -> set[str]:
     found = set()
     for folder, installed in FOLDERS.items():
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in (".py", ".yaml", ".typed") and "__pycache__" not in path.parts:
+            if path.suffix in (".py", ".yaml", ".jsonl", ".typed") and "__pycache__" not in path.parts:
                 found.add(f"{installed}/{path.relative_to(ROOT / folder).as_posix()}")
     return found
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from parallelrun.base import registry
 from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.base.precision import BYTES
-from parallelrun.checkpoint.exchange import paths, tokenizer
+from parallelrun.checkpoint.exchange import adapters, paths, tokenizer
 from parallelrun.checkpoint.exchange.files import write_json
 from parallelrun.checkpoint.exchange.origin import NOT_KEPT, base_config, write_others
 from parallelrun.checkpoint.exchange.source import StoredModel
@@ -38,6 +38,7 @@ from parallelrun.planner.model import definitions
 from parallelrun.planner.resolve.freeze import freeze
 
 TORCH_FILE = "model.pt"
+CHAT_TEMPLATE = "chat_template.jinja"
 _IMPORTED = "float32"  # in which weights are stored while they train
 _LENGTH = "max_position_embeddings"
 METADATA = {"format": "pt"}  # transformers refuses a file without it
@@ -71,6 +72,8 @@ def _hugging_face(source: StoredModel, out: Path, dtype: torch.dtype | None, sha
         _by_transformers(source, prefix, out, dtype, shard_bytes)
     tokenizer.write(source, out)
     write_others(source, out, for_transformers=True)
+    if template := definitions.dataset(source.config).chat_template(source.config):
+        write_bytes(out / CHAT_TEMPLATE, template.encode())
     if not (out / GENERATION).exists():
         write_json(out / GENERATION, tokenizer.special_ids(source))  # null, as transformers has it
 
@@ -90,7 +93,8 @@ def _by_transformers(source: StoredModel, prefix: str, out: Path, dtype: torch.d
     with torch.device("cpu"), torch.no_grad():
         module = builder.make_module(source.config, source.spec.vocab)
         for name, parameter in module.named_parameters():
-            parameter.copy_(source.weights.whole(prefix + name, parameter.shape))
+            layer = module.get_submodule(name.rpartition(".")[0])
+            parameter.copy_(adapters.merged(source, prefix + name, parameter, layer))
     module.to(dtype or torch.float32).save_pretrained(out, max_shard_size=shard_bytes)
     (out / GENERATION).unlink(missing_ok=True)  # written from the model's origin, as for every model
 
@@ -126,7 +130,7 @@ def _torch(source: StoredModel, out: Path, dtype: torch.dtype | None, shard_byte
     keep(source.config, out)
 
 
-FORMATS = {"hf": _hugging_face, "safetensors": _safetensors, "torch": _torch}
+FORMATS = {"hf": _hugging_face, "safetensors": _safetensors, "torch": _torch, "peft": adapters.write}
 
 
 def _own_pieces(source: StoredModel) -> list[Piece]:

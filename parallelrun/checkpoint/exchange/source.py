@@ -12,7 +12,7 @@ from parallelrun.base import registry
 from parallelrun.base.errors import CheckpointError, ConfigError, Problem
 from parallelrun.checkpoint.exchange.files import files_of_keys
 from parallelrun.checkpoint.exchange.paths import absolute, checkpoint_at, has_files
-from parallelrun.checkpoint.exchange.weights import CheckpointWeights, FileWeights, LoadedWeights, Weights
+from parallelrun.checkpoint.exchange.weights import CheckpointWeights, FileWeights, LoadedWeights, Weights, stored_names
 from parallelrun.checkpoint.resume import CONFIG_FILE, saved_config
 from parallelrun.config import from_hf
 from parallelrun.config.kept_model import with_kept
@@ -85,7 +85,7 @@ def initial_weights(config: Config, spec: ModelSpec) -> Weights | None:
 def _same_names(config: Config, spec: ModelSpec, folder: Path, prefix: str) -> Weights:
     """The weights of a class of transformers: each rank reads its parts, unless the class stores its parameters in
     another form, in which transformers reads them for every rank as a whole."""
-    pieces = [Piece(name, name.removeprefix(prefix)) for name in spec.parameters]
+    pieces = [Piece(name, name.removeprefix(prefix)) for name in stored_names(spec, ())]
     if files_of_keys(folder).keys() >= {piece.key for piece in pieces}:
         return FileWeights(folder, spec, pieces, has_more=True)
     module = registry.load("models", config.model.name, "builder").trained_module(config, spec.vocab, folder)
@@ -136,7 +136,7 @@ def _checked(source: StoredModel, where: str) -> StoredModel:
 
 def _plain(folder: Path, spec: ModelSpec) -> FileWeights:
     """Safetensors files with one-device names."""
-    return FileWeights(folder, spec, [Piece(name, name) for name in spec.parameters])
+    return FileWeights(folder, spec, [Piece(name, name) for name in stored_names(spec, files_of_keys(folder))])
 
 
 def _saved(folder: Path, path: Path, where: str, trust: bool) -> Config:

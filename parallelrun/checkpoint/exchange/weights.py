@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,11 @@ class Weights(ABC):
     @abstractmethod
     def differences(self, spec: ModelSpec) -> list[str]:
         """Return a text for each tensor that is missing, unknown to the model, or of the wrong shape."""
+
+    def holds(self, name: str) -> bool:
+        """Return whether there is a parameter of that name. Of those that `differences` accepts, only adapters may be
+        missing."""
+        return True
 
     def verify(self) -> None:
         """Raise CheckpointError if a file is not what was written, where a sum of its bytes is known."""
@@ -99,7 +104,10 @@ class CheckpointWeights(Weights):
 
     def differences(self, spec: ModelSpec) -> list[str]:
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        return _differences(shapes, {name: tuple(p.shape) for name, p in spec.parameters.items()})
+        return _differences(shapes, {name: tuple(spec.parameters[name].shape) for name in stored_names(spec, shapes)})
+
+    def holds(self, name: str) -> bool:
+        return name in self._tensors
 
 
 class LoadedWeights(Weights):
@@ -114,7 +122,10 @@ class LoadedWeights(Weights):
 
     def differences(self, spec: ModelSpec) -> list[str]:
         shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-        return _differences(shapes, {name: tuple(p.shape) for name, p in spec.parameters.items()})
+        return _differences(shapes, {name: tuple(spec.parameters[name].shape) for name in stored_names(spec, shapes)})
+
+    def holds(self, name: str) -> bool:
+        return name in self._tensors
 
 
 class FileWeights(Weights):
@@ -157,6 +168,9 @@ class FileWeights(Weights):
     def _spelled(self, key: str) -> str:
         spellings = self._family.spellings(key) if self._family else (key,)
         return next((spelling for spelling in spellings if spelling in self._file_of), key)
+
+    def holds(self, name: str) -> bool:
+        return name in self._pieces
 
     def read(self, name: str, ranges: Ranges) -> Tensor:
         part = self._read_pieces(name, ranges)
@@ -235,6 +249,12 @@ class FileWeights(Weights):
                 if not bool((stored == constant.value).all()):
                     messages.append(f"{name} is not {constant.value:g} everywhere, and our model has no such tensor")
         return messages
+
+
+def stored_names(spec: ModelSpec, stored: Collection[str]) -> list[str]:
+    """Return the names of the parameters that weights must have: adapters only if some of them are in `stored`."""
+    has_adapters = any(parameter.is_adapter and name in stored for name, parameter in spec.parameters.items())
+    return [name for name, parameter in spec.parameters.items() if has_adapters or not parameter.is_adapter]
 
 
 def _holds_numbers(entry: dict[str, Any]) -> bool:

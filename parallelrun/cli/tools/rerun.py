@@ -9,6 +9,7 @@ from typing import Any
 
 from parallelrun.base.errors import EXIT_MISMATCH, EXIT_OK, ConfigError, Problem
 from parallelrun.base.wording import print_note
+from parallelrun.config.keys import named_code
 from parallelrun.launch.host.directory import code_fingerprint
 from parallelrun.launch.host.environment import detect, num_cores
 from parallelrun.report.records.find import CONFIG

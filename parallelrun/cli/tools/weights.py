@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _FORMATS = {  # checked before torch is imported
     "hf": "a directory that transformers loads: config.json, safetensors, tokenizer",
+    "peft": "the LoRA adapters alone, which peft loads",
     "safetensors": "safetensors with one-device names, and config.yaml",
     "torch": "a state_dict written by torch.save, and config.yaml",
 }

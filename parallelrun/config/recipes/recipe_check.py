@@ -10,7 +10,17 @@ from pathlib import Path
 import yaml
 
 from parallelrun.base.errors import ConfigError, Problem
-from parallelrun.config.keys import GROUPS, MAPPINGS, Key, in_mapping, known_keys, nearest, nearest_keys, sections
+from parallelrun.config.keys import (
+    CODE_KEYS,
+    GROUPS,
+    MAPPINGS,
+    Key,
+    in_mapping,
+    known_keys,
+    nearest,
+    nearest_keys,
+    sections,
+)
 from parallelrun.config.overrides import SHORT_NAMES
 from parallelrun.config.recipes import about
 from parallelrun.config.recipes.recipe_files import NAME

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from parallelrun.base.errors import Problem
+from parallelrun.config.keys import CODE_KEYS
 from parallelrun.config.schema.run_schema import Config
 
 TRUST = "parallelrun --trust ..., if you trust its author"

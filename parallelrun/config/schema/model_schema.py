@@ -40,6 +40,17 @@ class RouterConfig:
 
 
 @dataclass
+class LoraConfig:
+    """LoRA adapters (`model.lora.*`): small matrices that are trained while the model itself is frozen."""
+
+    rank: int | None = key(
+        None, "rank of the adapters; null: none, and all of the model is trained", least=1, most=SIZE
+    )
+    alpha: float = key(16.0, "adapters are multiplied by alpha / rank", above=0)
+    targets: list[str] = key(list, "names of adapted layers, or their ends; patterns allowed; []: all but the output")
+
+
+@dataclass
 class ModelConfig:
     """The model. `name` is its registry key (gpt, resnet, module, ...); a preset of a size fills the rest."""
 
@@ -128,6 +139,7 @@ class ModelConfig:
         "model=hf: what the model does; null: as its class",
         choices=("causal_lm", "masked_lm", "seq2seq", "sequence_classification", "image_classification"),
     )
+    lora: LoraConfig = field(default_factory=LoraConfig)
     from_hf: str | None = key(None, "config.json of Hugging Face transformers which fills all keys that are not set")
 
 
@@ -141,6 +153,7 @@ class DatasetConfig:
     source: str | None = key(None, "custom: function that returns the dataset, such as ./data.py:build")
     tokenizer: str | None = key(None, "text: tokenizer.json, or a directory with it; null: bytes are tokens")
     column: str = key("text", "text: field or column with the text of .jsonl, .parquet and .arrow")
+    chat_template: str | None = key(None, "chat: file with a jinja template; null: that of the tokenizer")
     split: str | None = key(None, "text: split of a folder with splits; null: train, if it exists")
     append_eod: bool = key(False, "text: every document ends with the end-of-document token (256 for bytes)")
     cache: str | None = key(None, "text: folder of cached tokens; null: ~/.cache/parallelrun/tokens")

@@ -7,7 +7,7 @@ import hashlib
 import json
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -24,25 +24,32 @@ from parallelrun.planner.model.definitions import BYTES
 VERSION = 1  # of what the same text and tokenizer give
 
 
-def token_files(files: Sequence[DocumentFile], identity: str, config: Config) -> Path:
+# Writes token files: their prefix, the documents, and the settings.
+Writer = Callable[[Path, list[DocumentFile], DatasetConfig], None]
+
+
+def token_files(files: Sequence[DocumentFile], identity: str, config: Config, *more: str) -> Path:
     """The prefix of the token files of these documents, whether they are there or not. Raises OSError.
 
-    identity: of the tokenizer. A change of a file, of the tokenizer or of a key that matters gives other token files.
+    identity: of the tokenizer; more: of what else decides. A change of a file, of one of these or of a key that matters
+    gives other token files.
     """
     settings = config.dataset
-    facts = [VERSION, identity, settings.column, settings.append_eod, settings.max_bytes]
+    facts = [VERSION, identity, settings.column, settings.append_eod, settings.max_bytes, *more]
     status = [(str(file.path), stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.path.stat()]]
     return cache_folder(config) / hashlib.sha256(json.dumps([facts, status]).encode()).hexdigest()[:32]
 
 
-def cached_tokens(files: Sequence[DocumentFile], identity: str, config: Config) -> Path:
+def cached_tokens(
+    files: Sequence[DocumentFile], identity: str, config: Config, *more: str, write: Writer | None = None
+) -> Path:
     """`token_files`, which are written first unless they are there; of several processes one writes, the others wait.
 
-    Raises EnvironmentProblem, DataError, ConfigError.
+    write: instead of the writer of text. Raises EnvironmentProblem, DataError, ConfigError.
     """
     folder = cache_folder(config)
     try:
-        prefix = token_files(files, identity, config)
+        prefix = token_files(files, identity, config, *more)
         if beside(prefix, ".idx").exists():
             return prefix
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -51,7 +58,7 @@ def cached_tokens(files: Sequence[DocumentFile], identity: str, config: Config) 
             if not beside(prefix, ".idx").exists():
                 # In a process of its own: the libraries start threads, and this one may fork the ranks.
                 with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as child:
-                    child.submit(_write, prefix, list(files), config.dataset).result()
+                    child.submit(write or _write, prefix, list(files), config.dataset).result()
         return prefix
     except OSError as error:
         message = f"cannot write tokens to {folder}: {error.strerror or error}: {error.filename or ''}"

@@ -57,6 +57,14 @@ class Tokenizer:
         decoded = [text.decode() for text in texts]
         return [np.array(encoding.ids, dtype=np.int64) for encoding in self._batch(decoded, add_special_tokens=False)]
 
+    def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(tokens, (tokens, 2): the characters [start, stop) of the text that each stands for)."""
+        if self.inner is None:
+            places = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
+            return self.encode([text.encode()])[0], np.stack([places, places + 1], axis=1)
+        encoding = self.inner.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+
     @property
     def _batch(self) -> Callable[..., list[Any]]:
         fast: Callable[..., list[Any]] | None = getattr(self.inner, "encode_batch_fast", None)  # it keeps no offsets

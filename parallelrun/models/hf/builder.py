@@ -183,6 +183,11 @@ def own_forward(config: Config, module: nn.Module) -> OwnForward | None:
     return OwnForward((*blocks, output), tuple(before), prefix)
 
 
+def task_of(config: Config, vocab: int) -> str:
+    """Return what the model does, a key of `TASKS`."""
+    return _task(config, settings_of(config, vocab))
+
+
 def title(config: Config) -> str:
     """Return the name of the model in messages."""
     return f"model.path={config.model.path}"

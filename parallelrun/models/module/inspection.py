@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
@@ -16,10 +17,11 @@ from parallelrun.base.registry import has
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed import torch_private
 from parallelrun.models import layers
-from parallelrun.models.module import checks, network, slices, source
+from parallelrun.models.module import checks, lora, network, slices, source
 from parallelrun.models.module.measuring import BlockMeasure
 from parallelrun.models.module.outputs import call, undefined
 from parallelrun.models.module.own_forward import ROOT
+from parallelrun.models.module.own_loss import LossBatch
 from parallelrun.models.moe import own_experts
 from parallelrun.planner.contract.classes import tensor_strategy
 from parallelrun.planner.model.definitions import dataset
@@ -155,11 +157,18 @@ def _example(config: Config, kind: str, shape: Sizes, device: str) -> Any:
         inputs: Any = network.inputs(kind, shape, 1, device)
         target = torch.zeros(1, dtype=torch.int64, device=device)
     else:
-        arrays, target = torch.utils._pytree.tree_map(lambda array: torch.as_tensor(array, device=device)[None], example)
-        inputs = arrays
+        arrays, target = example[0], _as_batch(example[1], device)
+        is_dict = isinstance(arrays, dict)
+        inputs = (
+            {key: _as_batch(value, device) for key, value in arrays.items()} if is_dict else _as_batch(arrays, device)
+        )
     if not config.model.loss:
         return inputs
-    return Batch(inputs, target, torch.zeros(1, dtype=torch.int64))
+    return LossBatch(inputs, target, torch.zeros(1, dtype=torch.int64), config.seed)
+
+
+def _as_batch(array: Any, device: str) -> Tensor:
+    return torch.as_tensor(array, device=device)[None]
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
@@ -192,7 +201,7 @@ def _measure(
     listed: set[int] = set()
     blocks = []
     for name, measure in measured.items():
-        specs = tuple(_layers(module, name, listed))
+        specs = tuple(_layers(module, name, listed, measure.saved.input_gradients))
         blocks.append(
             BlockSpec(
                 _full(name), MEASURED, specs, measure.flops(), measure.saved_elements(width),
@@ -238,7 +247,7 @@ def _estimate(
     positions = shape[0] if kind == "tokens" else 1
     blocks = []
     for name in names:
-        parts = tuple(_layers(module, name, listed))
+        parts = tuple(_layers(module, name, listed, {}))
         numel = sum(parameter.numel for layer in parts for parameter in layer.parameters)
         blocks.append(BlockSpec(_full(name), MEASURED, parts, 2.0 * positions * numel, 0.0))
     hidden = next(iter(module.parameters())).shape[-1]
@@ -246,9 +255,9 @@ def _estimate(
     return tuple(blocks), (*(shape if kind == "tokens" else ()), hidden), output
 
 
-def _layers(module: nn.Module, block: str, listed: set[int]) -> list[LayerSpec]:
+def _layers(module: nn.Module, block: str, listed: set[int], input_gradients: Mapping[int, int]) -> list[LayerSpec]:
     """The layers of one block that hold parameters or have a role, in module order. Adds the ids of their parameters to
-    `listed`; a parameter that is in it already is tied."""
+    `listed`; a parameter that is in it already is tied. input_gradients: see `measuring.Saved`."""
     specs = []
     first = _first_names(module)
     for inner, part in module.get_submodule(block).named_modules():
@@ -261,12 +270,17 @@ def _layers(module: nn.Module, block: str, listed: set[int]) -> list[LayerSpec]:
                 continue
             listed.add(id(parameter))
             frozen = not parameter.requires_grad
-            parameters.append(ParameterSpec(f"{name}.{key}", tuple(parameter.shape), OWN, role, frozen=frozen))
+            own = lora.initialiser(part, name)
+            spec = ParameterSpec(f"{name}.{key}", tuple(parameter.shape), own or OWN, role, frozen=frozen)
+            parameters.append(replace(spec, is_adapter=own is not None))
         if parameters or tied or role:
             weight = next((tuple(p.shape) for p in part.parameters(recurse=False) if p.dim() == 2), (0, 0))
             sizes = weight if role == "embedding" else weight[::-1]
-            possible = tuple(other for other, kinds in source.ROLES.items() if isinstance(part, kinds))
-            specs.append(LayerSpec(name, role, sizes[0], sizes[1], tuple(parameters), tied, possible))
+            is_free = not isinstance(part, lora.Factor)
+            possible = tuple(other for other, kinds in source.ROLES.items() if is_free and isinstance(part, kinds))
+            layer = LayerSpec(name, role, sizes[0], sizes[1], tuple(parameters), tied, possible)
+            unmeasured = 2 if lora.is_target(part) else 1
+            specs.append(replace(layer, input_gradients=input_gradients.get(id(part), unmeasured)))
     return specs
 
 

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from parallelrun.models import layers
 from parallelrun.models.masked_layers import HashDropout
+from parallelrun.models.module import lora
 from parallelrun.models.module.outputs import logits_of
 
 
@@ -20,11 +21,13 @@ from parallelrun.models.module.outputs import logits_of
 class Saved:
     """What autograd saves in a block's forward. storages: by id, kept alive, so that no two share an id, with their
     elements; masks: elements of dropout masks, a byte each, which eval mode does not save; after_sum: some are saved
-    after the block's last layer whose result ranks sum."""
+    after the block's last layer whose result ranks sum. input_gradients: by id of a layer with an adapter, see
+    `LayerSpec`."""
 
     storages: dict[int, tuple[torch.UntypedStorage, int]] = field(default_factory=dict)
     masks: int = 0
     after_sum: bool = False
+    input_gradients: dict[int, int] = field(default_factory=dict)
 
     def pack(self, tensor: Tensor) -> Tensor:
         self.after_sum = True
@@ -32,8 +35,15 @@ class Saved:
         self.storages.setdefault(id(storage), (storage, storage.nbytes() // tensor.element_size()))
         return tensor
 
-    def called(self, part: nn.Module, inputs: object, out: Any) -> None:
-        """Forward hook of every module of the block, which is in eval mode."""
+    def called(self, part: nn.Module, inputs: tuple[Any, ...], out: Any) -> None:
+        """Forward hook of every module of the block, which is in eval mode. It is called before that of an adapter.
+
+        Of the gradient for the input of an adapted layer there are the adapter's, the layer's and the sum; by then the
+        input itself is freed, unless something else has saved it.
+        """
+        if lora.is_target(part):
+            is_shared = id(inputs[0].untyped_storage()) in self.storages
+            self.input_gradients[id(part)] = 3 if is_shared else 2
         if layers.role_of(part) in ("row_parallel", "embedding"):
             self.after_sum = False
         elif isinstance(part, HashDropout) and part.rate > 0:
@@ -55,7 +65,7 @@ class BlockMeasure:
         self.saved = Saved()
         self.shape: tuple[int, ...] = ()
         self._stack = ExitStack()
-        hooks = [part.register_forward_hook(self.saved.called) for part in block.modules()]
+        hooks = [part.register_forward_hook(self.saved.called, prepend=True) for part in block.modules()]
         hooks.append(block.register_forward_pre_hook(self._enter, prepend=True))
         hooks.append(block.register_forward_hook(self._leave, always_call=True))  # or the counter would stay on
         self._hooks = hooks

@@ -9,6 +9,7 @@ gather it must equal that slice of the result on the full sequence.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.config.schema.model_schema import LoraConfig
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models import layers
 from parallelrun.models.module import source
@@ -29,6 +31,7 @@ def check(config: Config, vocab: int, seq: int) -> None:
     num_slices = config.tp or 2
     if seq % num_slices:
         return  # the tensor strategy refuses this, with the nearest legal sizes
+    config = replace(config, model=replace(config.model, lora=LoraConfig()))  # adapters act on each token alone
     module = source.build_with_roles(config, vocab, "cpu", torch.float64).double().eval()
     tokens = (torch.arange(2 * seq).view(2, seq) * 7 + 3) % vocab
     size = seq // num_slices

@@ -15,7 +15,7 @@ from parallelrun.base.errors import ConfigError, Problem, with_article
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models import layers
 from parallelrun.models.masked_layers import HashDropout
-from parallelrun.models.module import own_loss
+from parallelrun.models.module import lora, own_loss
 from parallelrun.models.module.outputs import return_logits
 from parallelrun.models.moe import own_experts
 from parallelrun.models.vision.batch_norm import BatchNorm
@@ -42,6 +42,7 @@ def build(config: Config, vocab: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         module: nn.Module = builder.make_module(config, vocab)
+        lora.add(module, config, vocab, builder.title(config))
     problems = _replace_batch_norms(module)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         message = f"{builder.title(config)} has no parameter that is trained: all are frozen (requires_grad=False)"
@@ -116,9 +117,13 @@ def apply_roles(module: nn.Module, config: Config, compute_dtype: torch.dtype) -
     parts = {name: part for name, part in module.named_modules() if name}
     for name, part in parts.items():
         pattern = next((pattern for pattern in roles if fnmatchcase(name, pattern)), None)
+        if isinstance(part, lora.Factor):
+            continue  # its role is that of its layer
         if pattern is not None:
             unmatched.pop(pattern, None)
-            module.set_submodule(name, _role_layer(name, part, roles[pattern], compute_dtype))
+            layer = _role_layer(name, part, roles[pattern], compute_dtype)
+            lora.carry(part, layer, roles[pattern], config, compute_dtype)
+            module.set_submodule(name, layer)
         elif isinstance(part, layers.RoleLayer):  # the user's module has a role layer of ours itself
             part.compute_dtype = compute_dtype
         elif type(part) is nn.Dropout:

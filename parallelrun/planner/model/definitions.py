@@ -137,7 +137,7 @@ class Split(ABC):
 
 BYTES = "bytes"  # a token per byte
 # Keys of `dataset` that say where the data are, how they are read, or what another record has the sha256 of.
-_NO_SETTINGS = frozenset({"description", "path", "cache", "num_workers", "tokenizer", "mixture"})
+_NO_SETTINGS = frozenset({"description", "path", "cache", "num_workers", "tokenizer", "chat_template", "mixture"})
 IGNORED = -1  # as a target
 EVAL = "eval"  # the verb that scores weights, on data of any size
 
@@ -183,18 +183,18 @@ class Dataset:
 class DatasetDefinition(ABC):
     """A dataset before it is opened. Subclasses override `vocab_size`, `open` and, where needed, the rest.
 
-    kinds: of its samples, which a model must read: `tokens`, `labelled texts`, `features`,
-    `images`; several where it follows the model.
-    reads_path: it reads `dataset.path`. reads_source: it calls `dataset.source`. reads_tokenizer: it reads
-    `dataset.tokenizer`. reads_mixture: it
-    reads `dataset.mixture`. vocab_follows_model: it generates token ids or classes of the model's vocab. packs: it
-    reads `dataset.pack`.
+    kinds: of its samples, which a model must read: `tokens`, `labelled texts`, `features`, `images`; several where it
+    follows the model. reads_path: it reads `dataset.path`. reads_source: it calls `dataset.source`. reads_tokenizer: it
+    reads `dataset.tokenizer` and other keys of text, but for those in unread. reads_mixture: it reads
+    `dataset.mixture`. vocab_follows_model: it generates token ids or classes of the model's vocab. packs: it reads
+    `dataset.pack`.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ()
     reads_path: ClassVar[bool] = False
     reads_source: ClassVar[bool] = False
     reads_tokenizer: ClassVar[bool] = False
+    unread: ClassVar[tuple[str, ...]] = ("chat_template",)
     reads_mixture: ClassVar[bool] = False
     vocab_follows_model: ClassVar[bool] = False
     packs: ClassVar[bool] = False
@@ -207,8 +207,16 @@ class DatasetDefinition(ABC):
         """Return one sample where the data say what samples are; None where the model says it. Raises ConfigError."""
         return None
 
+    def has_ignored(self, config: Config) -> bool:
+        """Return whether some targets are ignored, because the loss is on a part of the tokens only."""
+        return False
+
     def tokenizer(self, config: Config) -> TextTokens | None:
         """Return the tokenizer; None if the data are not text or it is unknown. Raises ConfigError."""
+        return None
+
+    def chat_template(self, config: Config) -> str | None:
+        """Return the jinja2 template of its conversations; None if it has none. Raises ConfigError."""
         return None
 
     def settings(self, config: Config) -> dict[str, Any]:

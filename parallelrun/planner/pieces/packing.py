@@ -14,7 +14,13 @@ from parallelrun.planner.model.model_spec import BlockSpec, ModelSpec
 
 
 def packed_spec(config: Config, spec: ModelSpec, problems: list[Problem]) -> ModelSpec:
-    """The spec of the samples that `dataset.pack` makes. Adds a problem for a model that mixes what is in a sample."""
+    """The spec of the samples that the dataset makes. Adds a problem for a model that mixes what is in a sample, or
+    that replaces the dataset's targets by its own."""
+    if definitions.dataset(config).has_ignored(config):
+        spec = replace(spec, hides_targets=True)
+        if spec.mask_token is not None:
+            message = f"dataset={config.dataset.name} has the tokens to predict, and model={spec.name} masks its own"
+            problems.append(Problem(message, "dataset", "model=gpt", kind="undefined"))
     if not config.dataset.pack or not definitions.dataset(config).packs:
         return spec
     if not definitions.model(config).packs:

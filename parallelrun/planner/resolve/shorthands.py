@@ -10,7 +10,7 @@ from typing import Any
 from parallelrun.base.errors import Problem
 from parallelrun.base.registry import has
 from parallelrun.base.wording import did_you_mean, one_of
-from parallelrun.config.schema.model_schema import ModelConfig
+from parallelrun.config.schema.model_schema import LoraConfig, ModelConfig
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.config.schema.strategy_keys import kinds, own_keys
 from parallelrun.planner.contract.classes import pipeline_schedule, tensor_strategy
@@ -173,17 +173,24 @@ def _ignored_elsewhere(config: Config, pp: int) -> dict[str, str]:
     own = definitions.model(config).own_keys if has("models", config.model.name) else None
     if own is not None:
         chosen = {item.name for item in fields(ModelConfig)} - {*own, *_OF_ANY_MODEL, *router_settings.OF_EXPERTS}
-        ignored |= {f"model.{key}": "" for key in chosen}
+        ignored |= {f"model.{key}": "" for key in chosen - {"lora"}}
+        if "lora" not in own:
+            ignored |= {f"model.lora.{item.name}": "model=hf" for item in fields(LoraConfig)}
+        elif config.model.lora.rank is None:
+            ignored |= {f"model.lora.{key}": "model.lora.rank=8" for key in ("alpha", "targets")}
         ignored |= {"dropout": ""} if "dropout" not in own and config.dropout else {}
     if has("datasets", config.dataset.name):
         dataset = definitions.dataset(config)
         if not dataset.reads_path:
             ignored["dataset.path"] = "dataset=text"
-        if not dataset.reads_tokenizer:
-            of_text = ("tokenizer", "column", "split", "append_eod", "cache")
-            ignored |= {f"dataset.{key}": "dataset=text" for key in of_text}
+        of_text = () if dataset.reads_tokenizer else ("tokenizer", "column", "split", "append_eod", "cache")
+        ignored |= {f"dataset.{key}": "dataset=text" for key in of_text}
+        for key in dataset.unread:
+            ignored[f"dataset.{key}"] = "dataset=chat" if key == "chat_template" else "dataset=text"
         if not dataset.packs:
             ignored["dataset.pack"] = "dataset=text"
+        if not dataset.reads_source:
+            ignored["dataset.source"] = "dataset=custom"
         if not dataset.reads_mixture:
             ignored["dataset.mixture"] = "dataset=mixture"
     if config.optimizer.name in OPTIMIZERS:

@@ -18,9 +18,8 @@ from parallelrun.training.loop.checkpointing import due
 from parallelrun.training.loop.gradients import clip_coefficient
 from parallelrun.training.loop.reader import Batch, Reader
 from parallelrun.training.loop.schedules import LossScaler
-from parallelrun.training.loop.step import Evaluation, StepResult
+from parallelrun.training.loop.step import Evaluation, StepResult, counted_targets
 from parallelrun.training.loop.step import count_valid as count_globally
-from parallelrun.training.loop.step import counted_targets
 from parallelrun.training.loop.training_loop import check_finite
 
 from .connections import ServerClient

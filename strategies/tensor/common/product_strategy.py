@@ -112,7 +112,8 @@ class ProductStrategy(ProductTraffic):
             )
         if _says_itself(block, plan):
             elements = stated_elements(block, plan) * plan.batch.micro_batch
-            stated = LayerBackward(round(elements * BYTES[plan.precision.compute]))
+            kept = round(elements * BYTES[plan.precision.compute])
+            stated = replace(_widest_gradients(block, plan), kept=kept)
             return (stated, *self._measured_loss(block, plan))
         in_order = expert_memory.as_computed(block.layers)
         backwards = [backward for layer in in_order for backward in self._layer_backward(layer, block, plan)]
@@ -131,6 +132,10 @@ class ProductStrategy(ProductTraffic):
         waiting += self._beside(layer, block, plan)
         if layer.layer_role == "expert":
             return expert_memory.backwards(layer, block, waiting, plan)
+        if layer.is_adapter:  # what the first factor reads is counted at its layer
+            hidden = layer.in_features if layer.in_features < layer.out_features else 0
+            kept = plan.num_rows * hidden * BYTES[plan.precision.compute]
+            return (LayerBackward(kept, waiting, weights=_weight_gradients(layer, product, plan)),)
         if product is None or layer.layer_role not in MULTIPLY:
             norm = 0
             if layer.layer_role == "norm":
@@ -140,6 +145,7 @@ class ProductStrategy(ProductTraffic):
         gives, own = _bytes(product.x, layer.in_features, plan), _weight_gradients(layer, product, plan)
         scratch = self.moved_bytes(layer, product, plan)
         scratch += gives if self._recomputes_input(layer, product, block, plan) else 0
+        scratch += (layer.input_gradients - 1) * gives
         # a gradient to be widened
         scratch += max((rounded_bytes([parameter], plan) for parameter in layer.parameters), default=0)
         rows, compute = product.y.local(plan.num_rows, 1, plan.mesh.sizes)[0], BYTES[plan.precision.compute]
@@ -260,6 +266,21 @@ class ProductStrategy(ProductTraffic):
             outputs = 3 * plan.spec.qk_features // degree(product.y.features, plan.mesh.sizes)
         own = attention_bytes(rows, plan.spec.heads // degree(product.y.features, plan.mesh.sizes), outputs, plan)
         return own + self.shared_bytes(layer, product, plan)
+
+
+def _widest_gradients(block: BlockSpec, plan: Plan) -> LayerBackward:
+    """The gradients of activations in backward of that layer of a user's block where they need most,
+    beside the gradient of a residual."""
+    if block.kind != MEASURED:
+        return LayerBackward(0)
+    widths = [
+        (layer.out_features, layer.in_features * layer.input_gradients)
+        for layer in block.layers
+        if layer.out_features and not layer.is_adapter and layer.layer_role != "embedding"
+    ]
+    out, into = max(widths, key=sum, default=(0, 0))
+    each = plan.num_rows * BYTES[plan.precision.compute]
+    return LayerBackward(0, (out + plan.spec.hidden) * each, into * each) if widths else LayerBackward(0)
 
 
 def _says_itself(block: BlockSpec, plan: Plan) -> bool:

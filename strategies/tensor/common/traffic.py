@@ -140,7 +140,7 @@ class ProductTraffic(TensorStrategy):
             return []
         weights = (*layer.parameters, *((plan.spec.parameters[layer.tied],) if layer.tied else ()))
         wants_input = self.has_input_gradient(layer, plan)
-        wants_weight = not self.skips_frozen or any(not p.frozen for p in weights if len(p.shape) == 2)
+        wants_weight = any(not parameter.frozen for parameter in weights if len(parameter.shape) == 2)
         messages = transfers(
             product, plan.num_rows, layer.in_features, layer.out_features, plan.mesh.sizes,
             save_gathered=self.saves_gathered(layer, plan), input_gradient=wants_input, weight_gradient=wants_weight,

@@ -190,7 +190,7 @@ def test_moved_files_are_the_same_data(folder, tmp_path):
 def test_every_key_of_a_dataset_is_recorded_or_known_to_decide_nothing(folder):
     dataset, _ = opened(folder, TEXT)
     keys = {f"dataset.{name}" for name in vars(tiny_config().dataset)}
-    unrecorded = {"description", "path", "cache", "num_workers", "tokenizer", "mixture"}
+    unrecorded = {"description", "path", "cache", "num_workers", "tokenizer", "chat_template", "mixture"}
     assert keys - dataset.settings.keys() == {f"dataset.{name}" for name in unrecorded}
 
 

@@ -30,7 +30,8 @@ class LayerSpec:
     parameters) around router and experts, the former also of a key that heads share; empty for a user's layer without
     a role. in_features and out_features are global; `column_parallel` counts the sum of its outputs. A `head` with a
     tied weight has no `parameters`, and `tied` names the parameter it reads. possible_roles: the roles that a user's
-    own layer can have.
+    own layer can have. input_gradients: the tensors of the gradient for its input that exist at
+    once: a layer with an adapter (LoRA), which are the layers after it, has its own and the adapter's.
     """
 
     name: str
@@ -40,6 +41,12 @@ class LayerSpec:
     parameters: tuple[ParameterSpec, ...] = ()
     tied: str | None = None
     possible_roles: tuple[str, ...] = ()
+    input_gradients: int = 1
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is a factor of an adapter."""
+        return any(parameter.is_adapter for parameter in self.parameters)
 
 
 @dataclass(frozen=True)
@@ -103,9 +110,10 @@ class ModelSpec:
     targets_per_sample: loss terms of a sample (seq for gpt, 1 for a classifier). tied: (copy, original) names of
     parameters that are one logical tensor; `parameters` lists only the original. mask_token: for masked
     language models, the id of [MASK], which does not occur in the data. packed: samples consist of documents, each
-    attending to itself, and padding. attended: the tokens of its document that a token has on average, where they
-    are known; None: seq. documents: the lengths of the documents of some samples, where they are known. own_loss: the
-    user's function computes the loss, and the count by which it is divided.
+    attending to itself, and padding. hides_targets: the dataset has a loss on a part of the tokens. attended: the
+    tokens of its document that a token has on average, where they are known; None: seq. documents: the lengths of the
+    documents of some samples, where they are known. own_loss: the user's function computes the loss, and the count by
+    which it is divided.
     """
 
     name: str
@@ -130,6 +138,7 @@ class ModelSpec:
     router: RouterSpec | None = None  # None: no layer has experts
     latent: LatentSpec | None = None  # None: queries, keys and values are products of x, hidden / heads wide
     packed: bool = False
+    hides_targets: bool = False
     attended: float | None = None
     documents: tuple[tuple[int, ...], ...] = ()
     text: TextSamples | None = None  # None: a model of tokens predicts the next one, or masked ones
@@ -152,7 +161,7 @@ class ModelSpec:
     @property
     def has_ignored(self) -> bool:
         """Whether some targets are ignored, so that valid ones are counted before every step."""
-        return self.packed or self.mask_token is not None or self.own_loss
+        return self.packed or self.hides_targets or self.mask_token is not None or self.own_loss
 
     @property
     def classifies(self) -> bool:

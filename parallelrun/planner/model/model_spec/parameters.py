@@ -19,7 +19,8 @@ class ParameterSpec:
     """One logical parameter of the one-device model. Logical parameters are never fused (wq, wk, wv are three).
 
     heads: the number of attention heads in dim 0 (kv heads for wk, wv), None if it has none. frozen: it keeps its
-    initial or resumed values, without gradient and optimizer state.
+    initial or resumed values, without gradient and optimizer state. is_adapter: weights without adapters have none of
+    it, and it starts with its initial values.
     """
 
     name: str
@@ -28,6 +29,7 @@ class ParameterSpec:
     layer_role: str
     heads: int | None = None
     frozen: bool = False
+    is_adapter: bool = False
 
     @property
     def numel(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from tests.unit.docs import docs_module
 
 pytestmark = pytest.mark.usefixtures("composed_once")
 NAMES = sorted(recipes.find({}))
+WITHOUT = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+OF_EXTRAS = {"finetune_chat": pytest.param("finetune_chat", marks=[pytest.mark.extras, WITHOUT])}
 MINE = """# @package _global_
 about:
   purpose: "Mine."
@@ -52,7 +55,7 @@ def mine(tmp_path, monkeypatch):
     return write
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name if name not in OF_EXTRAS else OF_EXTRAS[name] for name in NAMES])
 def test_every_recipe_says_what_the_gallery_needs_and_what_the_plan_confirms(name):
     found = gallery.check(recipes.find({})[name])
     assert found.problems == ()

@@ -1,0 +1,81 @@
+"""Fine-tuning as on one device: a loss on answers, of which replicas have unequal numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hugging_face_families import overrides
+from tests.parity import assert_equal, parity
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Conversations whose answers have 1 to 40 bytes."""
+    folder = tmp_path_factory.mktemp("talks")
+    rows = [{"prompt": f"question {index}", "response": "yes" * (index * 7 % 13) + "."} for index in range(60)]
+    (folder / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"dataset.name": "chat", "dataset.path": str(folder / "talks.jsonl"), "dataset.cache": str(folder / "cache")}
+    return {**data, "model.vocab": None, "model.seq": 64}
+
+
+CELLS: dict[str, dict[str, Any]] = {
+    "fsdp": {"dp": 2, "strategy.data.kind": "fsdp"},
+    "zero1, pp": {"dp": 2, "pp": 2, "strategy.data.kind": "zero1"},
+    "tp, cp": {"tp": 2, "cp": 2},
+    "ring": {"dp": 2, "strategy.data.kind": "ring"},
+    "packed": {"dp": 2, "cp": 2, "dataset.pack": True, "model.seq": 128, "global_batch": 4},
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_answers_are_trained_as_on_one_device(talks: dict[str, Any], cell: str) -> None:
+    assert_equal(parity({**talks, **CELLS[cell]}))
+
+
+def test_a_mean_over_the_answers_of_each_replica_is_noticed(talks: dict[str, Any]) -> None:
+    assert not parity({**talks, "dp": 2}, mutant="local_count")["passed"]
+
+
+NET = Path(__file__).parents[1] / "unit" / "user_net.py"
+ROLES = {
+    "embed.tokens": "embedding", "layers.*.[qkv]": "column_parallel", "layers.*.out": "row_parallel",
+    "layers.*.fc1": "column_parallel", "layers.*.fc2": "row_parallel", "head": "head",
+}  # fmt: skip
+MODULE: dict[str, Any] = {
+    "model.name": "module", "model.preset": "module", "model.source": f"{NET}:build_sliceable", "model.roles": ROLES,
+    "model.blocks": ["embed", "layers.*", "head"], "global_batch": 16,
+}  # fmt: skip
+LORA = {"model.lora.rank": 3, "model.lora.alpha": 6.0, "verify.steps": 3}
+ADAPTED: dict[str, dict[str, Any]] = {
+    "ddp": {"dp": 2},
+    "fsdp": {"dp": 2, "strategy.data.kind": "fsdp"},
+    "zero1": {"dp": 2, "strategy.data.kind": "zero1"},
+    "tp": {"tp": 2},
+    "pp": {"pp": 2},
+    "zero bubble, tp, recompute": {"pp": 2, "tp": 2, "schedule": "zero_bubble", "recompute": "full"},
+    "fsdp, tp": {"dp": 2, "tp": 2, "strategy.data.kind": "fsdp"},
+}
+
+
+OF_MODULES: dict[str, dict[str, Any]] = {
+    "tp, sequence": {"tp": 2, "strategy.tensor.sequence_parallel": True},
+    "zero2, tp, pp": {"dp": 2, "tp": 2, "pp": 2, "strategy.data.kind": "zero2"},
+    "head too, fsdp": {"dp": 2, "strategy.data.kind": "fsdp", "model.lora.targets": ["head", "fc*"]},
+    "head too, tp": {"tp": 2, "model.lora.targets": ["head", "out"], "recompute": "full"},
+}
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("cell", ADAPTED)
+def test_adapters_are_trained_as_on_one_device(cell: str) -> None:
+    pytest.importorskip("transformers")
+    assert_equal(parity({**overrides("llama"), **LORA, **ADAPTED[cell]}))
+
+
+@pytest.mark.parametrize("cell", OF_MODULES)
+def test_adapters_of_a_users_module_are_trained_as_on_one_device(cell: str) -> None:
+    assert_equal(parity({**MODULE, **LORA, **OF_MODULES[cell]}))
