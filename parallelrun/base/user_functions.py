@@ -19,11 +19,11 @@ from parallelrun.base.errors import ConfigError, Problem
 def named(key: str, source: str | None) -> tuple[str, str]:
     """(file or module, function) of `key=source`. Raises ConfigError, before the user's code is imported."""
     path, colon, name = (source or "").rpartition(":")
-    example = (
-        f"{key}=./{'data' if key.startswith('dataset') else 'net'}.py:{'loss' if key.endswith('loss') else 'build'}"
-    )
+    file, function = ("data" if key.startswith("dataset") else "net"), ("loss" if key.endswith("loss") else "build")
+    example = f"{key}=./{file}.py:{function}"
     if not colon:
-        raise ConfigError(Problem(f"{key}={source}: it must name a function in a file or module", key, example))
+        value = key if source is None else f"{key}={source}:"
+        raise ConfigError(Problem(f"{value} must name a function in a file or module", key, example))
     if path.endswith(".py") and not Path(path).expanduser().is_file():
         raise ConfigError(Problem(f"{key}={source}: there is no file {Path(path).expanduser().absolute()}", key))
     package = path.partition(".")[0]

@@ -21,6 +21,8 @@ def make_module(config: Config, vocab: int) -> nn.Module:
     model = config.model
     offered = {"vocab": vocab, "num_classes": vocab, "seq": model.seq, "hidden": model.hidden, "layers": model.layers,
                "heads": model.heads}  # fmt: skip
+    if not vocab:  # the data do not say it
+        offered = {name: value for name, value in offered.items() if name not in ("vocab", "num_classes")}
     module = user_functions.call(KEY, model.source, offered, model.arguments)
     if not isinstance(module, nn.Module):
         message = f"{model.source} gave {with_article(type(module).__name__)}, not an nn.Module"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.base.precision import BYTES, TABLE
 from parallelrun.base.registry import has
-from parallelrun.config.schema.run_schema import Config
+from parallelrun.config.schema.run_schema import DEFAULT_GLOBAL_BATCH, Config
 from parallelrun.distributed import torch_private
 from parallelrun.models import layers
 from parallelrun.models.module import checks, lora, network, slices, source
@@ -84,7 +84,7 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     else:
         blocks, boundary, output = _estimate(module, names, kind, shape, vocab)
     if config.model.loss:
-        boundary, output = (1,), (1, 1)
+        boundary, output = (1,), (1, vocab)
     else:
         _check_output(builder, where, output, vocab)
     if kind == "tokens" and len(boundary) == 1:  # a class of a text: its layers compute on all tokens
@@ -151,24 +151,31 @@ def _samples(config: Config, module: nn.Module) -> tuple[str, Sizes]:
 
 
 def _example(config: Config, kind: str, shape: Sizes, device: str) -> Any:
-    """Return the input of the module for one sample, as training passes it."""
+    """Return the input of the module as training passes it: one sample, or for the user's own loss, which may compare
+    samples, as many as a data replica has."""
     example = dataset(config).example(config)
+    num_samples = 1
+    if config.model.loss:
+        of_replica = (config.global_batch or DEFAULT_GLOBAL_BATCH) // (config.dp or 1)
+        num_samples = config.micro_batch or config.local_batch or max(1, of_replica)
     if example is None:
-        inputs: Any = network.inputs(kind, shape, 1, device)
-        target = torch.zeros(1, dtype=torch.int64, device=device)
+        inputs: Any = network.inputs(kind, shape, num_samples, device)
+        targets = torch.zeros(num_samples, dtype=torch.int64, device=device)
     else:
-        arrays, target = example[0], _as_batch(example[1], device)
+        arrays, target = example
+        targets = _copies(target, num_samples, device)
         is_dict = isinstance(arrays, dict)
         inputs = (
-            {key: _as_batch(value, device) for key, value in arrays.items()} if is_dict else _as_batch(arrays, device)
-        )
+            {name: _copies(array, num_samples, device) for name, array in arrays.items()} if is_dict
+            else _copies(arrays, num_samples, device)
+        )  # fmt: skip
     if not config.model.loss:
         return inputs
-    return LossBatch(inputs, target, torch.zeros(1, dtype=torch.int64), config.seed)
+    return LossBatch(inputs, targets, torch.arange(num_samples, device="cpu"), config.seed)
 
 
-def _as_batch(array: Any, device: str) -> Tensor:
-    return torch.as_tensor(array, device=device)[None]
+def _copies(array: Any, number: int, device: str) -> Tensor:
+    return torch.stack([torch.as_tensor(array, device=device)] * number)
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
@@ -188,7 +195,7 @@ def _number(module: nn.Module, name: str) -> int:
 def _measure(
     module: nn.Module, names: list[str], batch: Any, width: int, chained: bool
 ) -> tuple[tuple[BlockSpec, ...], Sizes, Sizes]:
-    """(blocks with FLOPs and saved elements of `width` bytes, boundary shape, output shape) from a batch of one.
+    """(blocks with FLOPs and saved elements of `width` bytes, boundary shape, output shape), all of one sample.
 
     chained: the blocks are called one after the other; else by the module's own forward.
     """
@@ -200,13 +207,14 @@ def _measure(
             x = call(name or "module", module.get_submodule(name), x)
     listed: set[int] = set()
     blocks = []
+    each = 1 / (len(batch) if isinstance(batch, LossBatch) else 1)  # the part of one sample
     for name, measure in measured.items():
         specs = tuple(_layers(module, name, listed, measure.saved.input_gradients))
         blocks.append(
             BlockSpec(
-                _full(name), MEASURED, specs, measure.flops(), measure.saved_elements(width),
-                saves_after_sum=measure.saved.after_sum, convolution_flops=measure.flops("conv"),
-                attention_flops=measure.flops("bmm", "attention"),
+                _full(name), MEASURED, specs, each * measure.flops(), each * measure.saved_elements(width),
+                saves_after_sum=measure.saved.after_sum, convolution_flops=each * measure.flops("conv"),
+                attention_flops=each * measure.flops("bmm", "attention"),
             )
         )  # fmt: skip
     boundaries = [measure.shape for measure in measured.values()]

@@ -15,6 +15,7 @@ from parallelrun.models import layers
 from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.module import lora
 from parallelrun.models.module.outputs import logits_of
+from parallelrun.models.module.own_loss import tensors_of
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Saved:
 class BlockMeasure:
     """Counts FLOPs and saved tensors of one block, whenever it is called. shape: of its output, per sample."""
 
-    def __init__(self, block: nn.Module, batch: Tensor):
+    def __init__(self, block: nn.Module, batch: Any):
         self._block, self._batch = block, batch
         self._counter = FlopCounterMode(display=False)
         self.saved = Saved()
@@ -80,7 +81,8 @@ class BlockMeasure:
 
     def saved_elements(self, width: int) -> float:
         """Elements of `width` bytes that backward needs, without weights, buffers and the batch."""
-        outside = (self._batch, *self._block.parameters(), *self._block.buffers())
+        inputs = tensors_of(getattr(self._batch, "inputs", self._batch))
+        outside = (*inputs, *self._block.parameters(), *self._block.buffers())
         return self.saved.elements(outside) + self.saved.masks / width
 
     def _enter(self, *_: Any) -> None:

@@ -33,12 +33,15 @@ def undefined(message: str, fix: str = "", where: str = "model.blocks") -> Confi
     return ConfigError(Problem(message, where, fix, kind="undefined"))
 
 
-def call(name: str, block: nn.Module, x: Tensor) -> Tensor:
+def call(name: str, block: nn.Module, x: Any) -> Tensor:
     """block(x). Raises ConfigError naming the block."""
     try:
         out = block(x)
+    except ConfigError:  # of the user's own loss
+        raise
     except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
-        message = f"block {name} fails on an input of shape {tuple(x.shape)}: {user_code.reason(error)}"
+        shape = f" on an input of shape {tuple(x.shape)}" if isinstance(x, Tensor) else ""
+        message = f"block {name} fails{shape}: {user_code.reason(error)}"
         raise ConfigError(Problem(message, " <- ".join(reversed(user_code.frames(error))) or "model.source")) from error
     if not isinstance(out, Tensor):
         message = f"block {name} gives {with_article(type(out).__name__)}; a block maps one tensor to one tensor"

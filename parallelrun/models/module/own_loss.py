@@ -36,6 +36,11 @@ class LossBatch:
     def __len__(self) -> int:
         return self.sample_ids.shape[0]
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the inputs."""
+        return tensors_of(self.inputs)[0].device
+
     def __getitem__(self, name: str) -> Tensor:
         assert not isinstance(self.inputs, Tensor), f"the dataset yields a tensor: it has no entry {name!r}"
         return self.inputs[name]
@@ -49,12 +54,17 @@ class LossBatch:
     def randn(self, *shape: int, stream: int = 0) -> Tensor:
         """Return normal noise (n, *shape), the same under every plan. Another `stream` gives other noise."""
         rows = [torch.randn(shape, generator=generator) for generator in self.generators(stream)]
-        return torch.stack(rows).to(self.sample_ids.device)
+        return torch.stack(rows).to(self.device)
 
     def rand(self, *shape: int, stream: int = 1) -> Tensor:
         """Return numbers from [0, 1) of shape (n, *shape), the same under every plan."""
         rows = [torch.rand(shape, generator=generator) for generator in self.generators(stream)]
-        return torch.stack(rows).to(self.sample_ids.device)
+        return torch.stack(rows).to(self.device)
+
+
+def tensors_of(inputs: Tensor | Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the tensors of a batch's inputs."""
+    return [inputs] if isinstance(inputs, Tensor) else [*inputs.values()]
 
 
 class _Module:
@@ -83,8 +93,8 @@ def install(module: nn.Module, config: Config) -> None:
     plain = _Module(module)
 
     def forward(batch: Any) -> Tensor:
-        out = function(plain, LossBatch(batch.inputs, batch.targets, batch.sample_ids, config.seed))
-        return _checked(out, batch.sample_ids.device, str(config.model.loss))
+        samples = LossBatch(batch.inputs, batch.targets, batch.sample_ids, config.seed)
+        return _checked(function(plain, samples), samples.device, str(config.model.loss))
 
     module.forward = forward
 

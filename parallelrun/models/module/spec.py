@@ -13,8 +13,8 @@ class UserModuleDefinition(ModelDefinition):
     """See the package's docstring for the contract with the user's module."""
 
     own_keys = frozenset({
-        "source", "loss", "roles", "blocks", "arguments", "vocab", "seq", "hidden", "layers", "heads", "label_smoothing",
-        "norm_samples", "lora",
+        "source", "loss", "roles", "blocks", "arguments", "vocab", "seq", "hidden", "layers", "heads",
+        "label_smoothing", "norm_samples", "lora",
     })  # fmt: skip
 
     def make(self, config: Config, vocab: int) -> ModelSpec:

@@ -44,9 +44,10 @@ def _mapped(change: Callable[[Tensor], Tensor], inputs: Inputs | None) -> Inputs
 class Batch:
     """The samples of one data replica in one step, along dim 0. inputs and targets are None on ranks without need.
 
-    inputs: (n, *sample_shape), int64 tokens or features in the compute dtype, or a dict of such tensors. targets: (n, *target_shape), int64, below
-    0 where ignored. sample_ids: (n,) int64, the samples' global numbers, known to every rank. documents: those that are
-    packed into the samples, known to every rank too; None if samples are no packs.
+    inputs: (n, *sample_shape), int64 tokens or features in the compute dtype, or a dict of such tensors. targets:
+    (n, *target_shape), int64, below 0 where ignored. sample_ids: (n,) int64, the samples' global numbers, known to
+    every rank. documents: those that are packed into the samples, known to every rank too; None if samples are no
+    packs.
     """
 
     inputs: Inputs | None
