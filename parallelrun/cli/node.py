@@ -32,7 +32,7 @@ def run(words: Sequence[str]) -> int | None:
 def _start(node: Node, words: Sequence[str]) -> int:
     from parallelrun.base import stop_signals
     from parallelrun.base.wording import counted
-    from parallelrun.launch.over_ssh.host_ranks import Order, Ranks
+    from parallelrun.launch.over_ssh.ssh_agent import Order, Ranks
 
     environ = {
         "WORLD_SIZE": str(node.world),

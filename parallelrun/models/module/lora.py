@@ -151,9 +151,8 @@ def _unmatched(pattern: str, named: Mapping[str, nn.Module], linear: Mapping[str
 
 def _output_layer(module: Any, linear: Mapping[str, Any], vocab: int) -> nn.Module | None:
     """The layer that gives the logits: as transformers tells, else the last one if it has as many outputs."""
-    told = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
-    if told is not None:
-        output: nn.Module = told
+    output: nn.Module | None = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    if output is not None:
         return output
     last = list(linear.values())[-1] if linear else None
     return last if last is not None and getattr(last, "out_features", 0) == vocab else None

@@ -143,7 +143,7 @@ def _replica(config: Config, plan: Plan, device: torch.device, index: int) -> Tr
 
 def _validation_loss(replicas: list[Training]) -> float:
     """Evaluate every replica's weights on its part of the validation batches."""
-    loss_sum, num_valid = 0.0, 0
+    loss_sum, num_valid = 0.0, 0.0
     for replica in replicas:
         for number in range(1, replica.eval_batches + 1):
             batch = replica.eval_reader.batch(number)

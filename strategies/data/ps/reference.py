@@ -111,7 +111,7 @@ class RecomputedPush(NamedTuple):
 
     gradients: list[Tensor]
     loss_sum: float
-    num_valid: int
+    num_valid: float
     norm: float
 
 

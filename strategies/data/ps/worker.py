@@ -160,7 +160,7 @@ def evaluate_locally(training: Training, num_workers: int, heartbeat: Callable[[
     split, config = training.dataset.val, training.config
     size = training.plan.batch.global_batch
     sampler = make_sampler(len(split), size, config.seed, split.shares, shuffle=False)
-    totals, num_valid = torch.zeros(2, dtype=torch.float64), 0
+    totals, num_valid = torch.zeros(2, dtype=torch.float64), 0.0
     for worker in range(num_workers):
         reader = Reader(split, sampler, training.plan, training.mesh, worker)
         for number in range(1, training.eval_batches + 1):
@@ -169,7 +169,7 @@ def evaluate_locally(training: Training, num_workers: int, heartbeat: Callable[[
             totals += training.runner.evaluate(batch).cpu()
             num_valid += count_valid(training, batch)
     loss_sum, num_right = totals.tolist()
-    top1 = num_right / num_valid if training.plan.spec.kind == "images" else None
+    top1 = num_right / num_valid if training.plan.counts_right_answers else None
     return Evaluation(loss_sum / num_valid if num_valid else float("nan"), top1)
 
 

@@ -33,7 +33,7 @@ from parallelrun.planner.contract.tensor_strategy import LayerBackward
 from parallelrun.planner.model.model_spec import MEASURED, SAMPLE_SET_ROLE, BlockSpec, LayerSpec
 from parallelrun.planner.model.product import ActivationLayout, Product, degree, num_panels, transfers
 
-from . import expert_memory, latent_memory, step_memory
+from . import expert_memory, latent_memory, module_memory, step_memory
 from .activation_memory import (
     INDEX,
     MASK,
@@ -46,7 +46,6 @@ from .activation_memory import (
     norm_bytes,
     recomputed,
     rounded_bytes,
-    stated_elements,
 )
 from .traffic import AXIS, ProductTraffic, overlaps
 
@@ -111,10 +110,7 @@ class ProductStrategy(ProductTraffic):
                 for step in block.backward.steps
             )
         if _says_itself(block, plan):
-            elements = stated_elements(block, plan) * plan.batch.micro_batch
-            kept = round(elements * BYTES[plan.precision.compute])
-            stated = replace(_widest_gradients(block, plan), kept=kept)
-            return (stated, *self._measured_loss(block, plan))
+            return (module_memory.stated_backward(block, plan), *self._measured_loss(block, plan))
         in_order = expert_memory.as_computed(block.layers)
         backwards = [backward for layer in in_order for backward in self._layer_backward(layer, block, plan)]
         return (*backwards, *([self._loss_backward(plan)] if block.name == plan.spec.blocks[-1].name else []))
@@ -132,10 +128,9 @@ class ProductStrategy(ProductTraffic):
         waiting += self._beside(layer, block, plan)
         if layer.layer_role == "expert":
             return expert_memory.backwards(layer, block, waiting, plan)
-        if layer.is_adapter:  # what the first factor reads is counted at its layer
-            hidden = layer.in_features if layer.in_features < layer.out_features else 0
-            kept = plan.num_rows * hidden * BYTES[plan.precision.compute]
-            return (LayerBackward(kept, waiting, weights=_weight_gradients(layer, product, plan)),)
+        if layer.is_adapter:
+            weights = _weight_gradients(layer, product, plan)
+            return (module_memory.factor_backward(layer, waiting, weights, plan),)
         if product is None or layer.layer_role not in MULTIPLY:
             norm = 0
             if layer.layer_role == "norm":
@@ -266,21 +261,6 @@ class ProductStrategy(ProductTraffic):
             outputs = 3 * plan.spec.qk_features // degree(product.y.features, plan.mesh.sizes)
         own = attention_bytes(rows, plan.spec.heads // degree(product.y.features, plan.mesh.sizes), outputs, plan)
         return own + self.shared_bytes(layer, product, plan)
-
-
-def _widest_gradients(block: BlockSpec, plan: Plan) -> LayerBackward:
-    """The gradients of activations in backward of that layer of a user's block where they need most,
-    beside the gradient of a residual."""
-    if block.kind != MEASURED:
-        return LayerBackward(0)
-    widths = [
-        (layer.out_features, layer.in_features * layer.input_gradients)
-        for layer in block.layers
-        if layer.out_features and not layer.is_adapter and layer.layer_role != "embedding"
-    ]
-    out, into = max(widths, key=sum, default=(0, 0))
-    each = plan.num_rows * BYTES[plan.precision.compute]
-    return LayerBackward(0, (out + plan.spec.hidden) * each, into * each) if widths else LayerBackward(0)
 
 
 def _says_itself(block: BlockSpec, plan: Plan) -> bool:

@@ -40,7 +40,7 @@ class Megatron1D(ProductStrategy):
     config_class = MegatronConfig
     is_one_dimensional: ClassVar[bool] = True
     splits_images: ClassVar[bool] = True
-    skips_frozen: ClassVar[bool] = False  # a user's module computes every gradient under tp (`needs_every_gradient`)
+    skips_frozen: ClassVar[bool] = False  # a user's module computes every input gradient under tp
     source: ClassVar[str] = "Shoeybi et al. 2019; Korthikanti et al. 2022"
     explanation: ClassVar[str] = (
         "Layers come in pairs. A column parallel layer splits its outputs over the ranks and sends nothing in "

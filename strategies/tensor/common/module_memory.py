@@ -1,0 +1,36 @@
+"""What blocks of a user's module need in backward: by what was measured, and by the layers that have adapters."""
+
+from __future__ import annotations
+
+from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.contract.tensor_strategy import LayerBackward
+from parallelrun.planner.model.model_spec import MEASURED, BlockSpec, LayerSpec
+
+from .activation_memory import stated_elements
+
+
+def stated_backward(block: BlockSpec, plan: Plan) -> LayerBackward:
+    """Return the backward pass of a block that says what it saves: as a whole, with the gradients of activations at the
+    layer of a user's block where they need most, beside the gradient of a residual."""
+    each = plan.batch.micro_batch * BYTES[plan.precision.compute]
+    kept = round(stated_elements(block, plan) * each)
+    widths = [
+        (layer.out_features, layer.in_features * layer.input_gradients)
+        for layer in block.layers
+        if layer.out_features and not layer.is_adapter and layer.layer_role != "embedding"
+    ]
+    if block.kind != MEASURED or not widths:
+        return LayerBackward(kept)
+    out, into = max(widths, key=sum)
+    row = plan.num_rows * BYTES[plan.precision.compute]
+    return LayerBackward(kept, (out + plan.spec.hidden) * row, into * row)
+
+
+def factor_backward(layer: LayerSpec, waiting: int, weights: int, plan: Plan) -> LayerBackward:
+    """Return the backward pass of a factor of an adapter. waiting, weights: bytes of what waits and of its gradient.
+
+    The second factor saves the few features that it reads; what the first one reads is counted at its layer.
+    """
+    features = layer.in_features if layer.in_features < layer.out_features else 0
+    return LayerBackward(plan.num_rows * features * BYTES[plan.precision.compute], waiting, weights=weights)
