@@ -55,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {  # by the class of transformers, and more t
     "LlamaForCausalLM, frequencies scaled linearly": {
         **LLAMA, "model.rope_scaling": "linear", "model.rope_factor": 2.0
     },
+    "LlamaForCausalLM, wide heads": {**LLAMA, "model.head_dim": 6},
     "MixtralForCausalLM": MIXTRAL,
     "Glm4MoeForCausalLM": DEEPSEEK,
     "Glm4MoeForCausalLM, without selection biases": {

@@ -50,6 +50,7 @@ class ModelConfig:
     hidden: int = key(64, "width of the residual stream", least=1, most=SIZE)
     heads: int = key(8, "attention heads", least=1, most=COUNT)
     kv_heads: int | None = key(None, "key and value heads; null: the same number as heads", least=1, most=COUNT)
+    head_dim: int | None = key(None, "features of an attention head; null: hidden / heads", least=1, most=SIZE)
     kv_lora_rank: int | None = key(
         None, "latent attention (DeepSeek): width of the latent for keys and values", least=1, most=SIZE
     )

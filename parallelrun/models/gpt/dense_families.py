@@ -37,10 +37,11 @@ class Gpt2(Family):
     expected = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
+        model = config.model
         allowed = {"norm": ("layernorm",), "position": ("learned",), "activation": tuple(dict.fromkeys(GELUS.values())),
                    "bias": (True,), "norm_bias": (None, True), "head_bias": (False,), "experts": (0,),
-                   "kv_heads": (None, config.model.heads)}  # fmt: skip
-        return options(config.model, "model", self.architecture, allowed)
+                   "kv_heads": (None, model.heads), "head_dim": (None, model.hidden // model.heads)}  # fmt: skip
+        return options(model, "model", self.architecture, allowed)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
         dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop"), config.dropout)
@@ -85,14 +86,16 @@ def decoder_table(eps: float, seq: int) -> tuple[Field, ...]:
 class Decoder(Family):
     """Llama and the classes after it. The rotary embedding rotates the halves of a head, as ours does.
 
-    theta, rotated: the defaults of the rotary base and of the share of a head that is rotated. has_yarn: its attention
-    scales scores as yarn does. routing: the values of `model.router` of which config.json says nothing.
+    theta, rotated, head_size: the defaults of the rotary base, of the share of a head that is rotated, and of the size
+    of a head (None: hidden / heads). has_yarn: its attention scales scores as yarn does. routing: the values of
+    `model.router` of which config.json says nothing.
     """
 
     skipped = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
     copies: ClassVar[tuple[tuple[str, str], ...]] = (("lm_head.weight", "model.embed_tokens.weight"),)
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
     theta, rotated, has_yarn = 10000.0, 1.0, False
+    head_size: ClassVar[int | None] = None
     implied: ClassVar[Mapping[str, Any]] = {"bias": False}
     routing: ClassVar[Mapping[str, Any]] = {}
 
@@ -104,7 +107,12 @@ class Decoder(Family):
 
     def head_dim(self, model: Mapping[str, Any]) -> int:
         """Return what the class calls the size of a head. model: the values of `model` by key."""
-        return int(model["hidden"] // max(1, model["heads"]))
+        return int(model.get("head_dim") or model["hidden"] // max(1, model["heads"]))
+
+    def head_values(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The value of `model.head_dim`, where it is not hidden / heads."""
+        size = fields.take("head_dim", int, self.head_size)
+        return {} if size in (None, self.head_dim(values)) else {"head_dim": size}
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
         model = config.model
@@ -113,7 +121,7 @@ class Decoder(Family):
 
     def values(self, fields: Fields) -> dict[str, Any]:
         values = super().values(fields)
-        fields.expect("head_dim", self.head_dim(values), None)
+        values |= self.head_values(fields, values)
         values |= fields.rotary(self.theta, self.rotated, self.has_yarn)
         if "router" in values:
             values["router"] |= self.routing

@@ -64,6 +64,10 @@ class DeepseekV3(Glm4Moe):
     def head_dim(self, model: Mapping[str, Any]) -> int:
         return int(model["qk_rope_head_dim"])
 
+    def head_values(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        fields.expect("head_dim", self.head_dim(values), None)
+        return {}
+
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
         router, fields = spec.router, Decoder.fields(self, config, spec)
         assert router is not None

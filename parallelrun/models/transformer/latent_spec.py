@@ -61,6 +61,9 @@ def check(model: ModelConfig) -> list[Problem]:
     if model.position != "rope":
         message = f"model.position={model.position}: latent attention has rotary positions"
         problems.append(Problem(message, "model.position", "model.position=rope", kind="contradiction"))
+    if model.head_dim is not None:
+        message = f"model.head_dim={model.head_dim}: the heads of latent attention have sizes of their own"
+        problems.append(Problem(message, "model.head_dim", "leave model.head_dim out", kind="contradiction"))
     if model.kv_heads not in (None, model.heads):
         message = f"model.kv_heads={model.kv_heads}: under latent attention every head has a key and value of its own"
         fix = f"model.kv_heads={model.heads} or leave model.kv_heads out"

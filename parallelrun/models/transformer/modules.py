@@ -154,10 +154,10 @@ class SelfAttention(Attention):
     def __init__(self, name: str, make: LayerFactory, causal: bool = True):
         super().__init__()
         model = make.model
-        self.value_dim = model.hidden // model.heads
+        self.value_dim = sizes.head_dim(model)
         self.rotary = rotary(model) if model.position == "rope" else None
         self.qkv = make.column(sizes.projections(model))
-        self.close(name, make, model.hidden, causal)
+        self.close(name, make, model.heads * self.value_dim, causal)
 
     def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         by_head, (q, k, v) = (-1, self.value_dim), self.qkv(x)

@@ -23,8 +23,8 @@ TEXT_KEYS = frozenset({
     "head_bias", "init_std", "label_smoothing", "dropout",
 })  # fmt: skip  # of every model of tokens
 ATTENTION_KEYS = frozenset({
-    "heads", "kv_heads", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-    "position", "attention_dropout", "rope_scaling",
+    "heads", "kv_heads", "head_dim", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "v_head_dim", "position", "attention_dropout", "rope_scaling",
 })  # fmt: skip
 ROPE_KEYS = frozenset({
     "rope_theta", "rope_factor", "rope_original_seq", "rope_low_factor", "rope_high_factor", "rope_beta_fast",
@@ -43,10 +43,15 @@ def kv_heads(model: ModelConfig) -> int:
     return model.kv_heads if model.kv_heads is not None else model.heads
 
 
+def head_dim(model: ModelConfig) -> int:
+    """Features of a head of plain attention: as given, else hidden / heads."""
+    return model.head_dim if model.head_dim is not None else model.hidden // model.heads
+
+
 def projections(model: ModelConfig) -> dict[str, int]:
     """Outputs of the attention's column-parallel layer, by name: q over all heads, k and v over the kv heads."""
-    kv_size = kv_heads(model) * (model.hidden // model.heads)
-    return {"q": model.hidden, "k": kv_size, "v": kv_size}
+    kv_size = kv_heads(model) * head_dim(model)
+    return {"q": model.heads * head_dim(model), "k": kv_size, "v": kv_size}
 
 
 def expansions(model: ModelConfig, ffn: int) -> dict[str, int]:
@@ -60,13 +65,15 @@ def check(model: ModelConfig) -> list[Problem]:
     heads, hidden, grouped = model.heads, model.hidden, kv_heads(model)
     if model.kv_lora_rank is not None:
         return problems + _check_scaling(model)  # heads have sizes of their own
-    if hidden % heads:
+    if model.head_dim is None and hidden % heads:
         fix = f"model.hidden={max(heads, round(hidden / heads) * heads)}"
         message = f"model.hidden={hidden} does not divide into model.heads={heads}"
         problems.append(Problem(message, "model.hidden", fix, kind="arithmetic"))
-    elif model.position == "rope" and (hidden // heads) % 2:
-        message = f"rotary positions need an even head size; hidden / heads is {hidden // heads}"
-        problems.append(Problem(message, "model.hidden", f"model.hidden={2 * hidden}", kind="arithmetic"))
+    elif model.position == "rope" and head_dim(model) % 2:
+        size = "hidden / heads" if model.head_dim is None else "model.head_dim"
+        where, twice = ("model.hidden", hidden) if model.head_dim is None else ("model.head_dim", model.head_dim)
+        message = f"rotary positions need an even head size; {size} is {head_dim(model)}"
+        problems.append(Problem(message, where, f"{where}={2 * twice}", kind="arithmetic"))
     problems += _check_scaling(model)
     if heads % grouped:
         legal = min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - grouped))
@@ -140,7 +147,7 @@ def dropout_layer(name: str, model: ModelConfig) -> LayerSpec:
 def attention_layers(name: str, model: ModelConfig, out_initialiser: Initialiser) -> tuple[LayerSpec, ...]:
     """Self-attention: the projections, the output layer and its dropout."""
     sizes, hidden = latent_spec.latent_sizes(model), model.hidden
-    values = hidden if sizes is None else model.heads * sizes.value
+    values = model.heads * (head_dim(model) if sizes is None else sizes.value)
     if sizes is not None:
         opened = _latent_layers(name, model, sizes)
     else:
@@ -219,7 +226,7 @@ def transformer_flops(layers: Iterable[LayerSpec], model: ModelConfig, expert_pr
     products = sum(layer.in_features * layer.out_features for layer in layers if layer.layer_role in roles)
     # Scores and their product with v, 2 s^2 h each; the causal half is counted too, as SC21 and every MFU figure does.
     sizes = latent_spec.latent_sizes(model)
-    features = 2 * model.hidden if sizes is None else model.heads * (sizes.head_dim + sizes.value)
+    features = model.heads * (2 * head_dim(model) if sizes is None else sizes.head_dim + sizes.value)
     return 2.0 * (products + expert_products) * model.seq + 2.0 * model.seq**2 * features
 
 
@@ -237,6 +244,7 @@ def transformer_spec(model: ModelConfig, vocab: int, blocks: tuple[BlockSpec, ..
         hidden=model.hidden,
         heads=model.heads,
         kv_heads=kv_heads(model),
+        head_dim=model.head_dim,
         seq=model.seq,
         num_layers=model.layers,
         activation=model.activation,

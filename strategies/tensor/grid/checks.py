@@ -176,7 +176,7 @@ class GridRequest:
             subject = f"{key}={size} is not" if key.startswith("model.") else f"layer {key}: {size} features are not"
             message = f"{subject} divisible by {count} ({format_sizes(sizes)})"
             copies = key == "model.kv_heads" and size != spec.heads and count % size == 0
-            step = lcm(count, spec.heads or 1) if key == "model.hidden" else count
+            step = lcm(count, spec.heads or 1) if key == "model.hidden" and not spec.head_dim else count
             fixes = [either("tp", legal), either(key, nearest(size, common.legal_sizes(key, size, step, spec)))]
             fixes += ["" if legal else self._nearest_grid() or "layout=1d"]
             fixes += [f"{FORM}=auto"] if self.form not in ("auto", "cube") else []

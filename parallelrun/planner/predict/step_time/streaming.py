@@ -85,7 +85,7 @@ def _turned_elements(plan: Plan) -> tuple[float, float]:
         turned = plan.num_rows * spec.latent.rope * (spec.heads / tp + 1)
         return turned, 3.0 * plan.num_rows * spec.qk_features / tp
     kv = spec.kv_heads / spec.heads if spec.heads and spec.kv_heads else 1.0
-    return (plan.num_rows * spec.hidden * (1 + kv) / tp if not plan.spec.learns_positions else 0.0), 0.0
+    return (plan.num_rows * spec.qk_features * (1 + kv) / tp if not plan.spec.learns_positions else 0.0), 0.0
 
 
 def _latent_elements(plan: Plan) -> float:

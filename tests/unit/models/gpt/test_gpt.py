@@ -58,6 +58,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "rope_mscale_all_dim": 1.0,
         "rope_original_seq": 10**6,
     },
+    "wide heads": LLAMA | {"head_dim": 10},
+    "narrow heads, one for keys, with biases": {"head_dim": 3, "kv_heads": 1, "hidden": 15},
     "experts": EXPERTS,
     "experts in groups": {
         **LLAMA,
@@ -191,6 +193,8 @@ def test_every_rows_of_heads_are_marked() -> None:
         ({"hidden": 65, "heads": 8}, "model.hidden", "model.hidden=64"),
         ({"kv_heads": 3}, "model.kv_heads", "model.kv_heads=2"),
         ({"position": "rope", "hidden": 24, "heads": 8}, "model.hidden", "model.hidden=48"),
+        ({"position": "rope", "head_dim": 5}, "model.head_dim", "model.head_dim=10"),
+        (LATENT | {"head_dim": 8}, "model.head_dim", "leave model.head_dim out"),
         (LATENT | {"qk_rope_head_dim": 3}, "model.qk_rope_head_dim", "model.qk_rope_head_dim=4"),
         (LATENT | {"v_head_dim": 10}, "model.v_head_dim", "model.v_head_dim=9"),
         (LATENT | {"position": "learned"}, "model.position", "model.position=rope"),
@@ -262,7 +266,8 @@ def reference_norm(weights: dict, name: str, model: Any, x: Tensor) -> Tensor:
 def reference_attention(weights: dict, name: str, model: Any, x: Tensor) -> Tensor:
     if model.kv_lora_rank:
         return reference_latent_attention(weights, name, model, x)
-    size, group = model.hidden // model.heads, model.heads // (model.kv_heads or model.heads)
+    size = model.head_dim or model.hidden // model.heads
+    group = model.heads // (model.kv_heads or model.heads)
     q, k, v = (affine(weights, f"{name}.qkv.{part}", x) for part in "qkv")
     mixed = []
     for head in range(model.heads):
