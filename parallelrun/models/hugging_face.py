@@ -121,7 +121,8 @@ class Family(ABC):
     that have one value under all our keys; expected: those that have it by default and are not written. prefix: of most
     keys, which files of the bare model leave out. skipped: keys of such files that hold nothing to be learned. copies:
     (copy, original) keys of tensors that a file may hold twice. The first copy is the output layer of a class with the
-    option `tie_word_embeddings`: as transformers does, one that differs from its original is not tied to it.
+    option `tie_word_embeddings`: as transformers does, one that differs from its original is not tied to it. aliases:
+    other names of fields, and those that `table` has.
     """
 
     model_type: ClassVar[str]
@@ -132,6 +133,7 @@ class Family(ABC):
     prefix: ClassVar[str] = "model."
     skipped: ClassVar[str] = r".*\.rotary_emb\.inv_freq"
     copies: ClassVar[tuple[tuple[str, str], ...]] = ()
+    aliases: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
@@ -152,7 +154,7 @@ class Family(ABC):
 
     def model_values(self, content: Mapping[str, Any], where: str) -> dict[str, Any]:
         """`values` of the content of a config.json. where: the file. Raises ConfigError with every problem."""
-        fields = Fields(content, where)
+        fields = Fields({self.aliases.get(key, key): value for key, value in content.items()}, where)
         values = self.values(fields)
         fields.finish()
         return values
@@ -209,6 +211,17 @@ class Fields:
     def expect(self, key: str, *allowed: Any) -> None:
         """Note a problem unless `key` has one of the allowed values, the first of which is the default."""
         self.translate(key, dict.fromkeys(allowed), allowed[0])
+
+    def drop(self, *keys: str) -> None:
+        """Leave fields out that change nothing under the values of others."""
+        for key in keys:
+            self._left.pop(key, None)
+
+    def expect_each(self, key: str, allowed: str) -> None:
+        """Note a problem unless every entry of the list `key`, which may be left out, is `allowed`."""
+        entries = self._left.pop(key, None)
+        if any(entry != allowed for entry in entries or ()):
+            self._problems.append(Problem(f"{key} is {entries!r:.200}, and only {allowed} is built", self._where))
 
     def rotary(self, default_theta: float, partial: float = 1.0, yarn: bool = False) -> dict[str, Any]:
         """The values of `model.rope_*`, from fields as transformers 5 writes them or earlier versions do.

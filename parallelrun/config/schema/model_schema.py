@@ -51,6 +51,8 @@ class ModelConfig:
     heads: int = key(8, "attention heads", least=1, most=COUNT)
     kv_heads: int | None = key(None, "key and value heads; null: the same number as heads", least=1, most=COUNT)
     head_dim: int | None = key(None, "features of an attention head; null: hidden / heads", least=1, most=SIZE)
+    qk_norm: bool = key(False, "queries and keys of every head are normalised, by weights that all heads share (Qwen3)")
+    qkv_bias: bool | None = key(None, "queries, keys and values have biases; null: the same as model.bias")
     kv_lora_rank: int | None = key(
         None, "latent attention (DeepSeek): width of the latent for keys and values", least=1, most=SIZE
     )

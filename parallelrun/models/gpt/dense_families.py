@@ -10,6 +10,7 @@ from parallelrun.config.schema.model_schema import ModelConfig
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.hugging_face import ROPE_KEYS, Family, Field, Fields, Piece, both, options
 from parallelrun.models.moe import spec as moe
+from parallelrun.models.transformer import spec as transformer
 from parallelrun.planner.model.model_spec import ModelSpec
 
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs -> ours
@@ -40,7 +41,8 @@ class Gpt2(Family):
         model = config.model
         allowed = {"norm": ("layernorm",), "position": ("learned",), "activation": tuple(dict.fromkeys(GELUS.values())),
                    "bias": (True,), "norm_bias": (None, True), "head_bias": (False,), "experts": (0,),
-                   "kv_heads": (None, model.heads), "head_dim": (None, model.hidden // model.heads)}  # fmt: skip
+                   "kv_heads": (None, model.heads), "head_dim": (None, model.hidden // model.heads),
+                   "qk_norm": (False,), "qkv_bias": (None, True)}  # fmt: skip
         return options(model, "model", self.architecture, allowed)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
@@ -67,15 +69,16 @@ class Gpt2(Family):
             yield Piece("head.head.weight", "lm_head.weight")
 
 
-def decoder_table(eps: float, seq: int) -> tuple[Field, ...]:
-    """Return the fields that Llama and all later classes have. eps, seq: the defaults of the class."""
+def decoder_table(eps: float, seq: int, **sizes: int) -> tuple[Field, ...]:
+    """Return the fields that Llama and all later classes have. The arguments are defaults of the class."""
+    sizes = {"vocab": 32000, "hidden": 4096, "layers": 32, "heads": 32, **sizes}
     return (
-        Field("vocab_size", "vocab", int, 32000),
-        Field("hidden_size", "hidden", int, 4096),
+        Field("vocab_size", "vocab", int, sizes["vocab"]),
+        Field("hidden_size", "hidden", int, sizes["hidden"]),
         Field("intermediate_size", "ffn", int),
-        Field("num_hidden_layers", "layers", int, 32),
-        Field("num_attention_heads", "heads", int, 32),
-        Field("num_key_value_heads", "kv_heads", int, None),
+        Field("num_hidden_layers", "layers", int, sizes["layers"]),
+        Field("num_attention_heads", "heads", int, sizes["heads"]),
+        Field("num_key_value_heads", "kv_heads", int, sizes.get("kv_heads")),
         Field("max_position_embeddings", "seq", int, seq),
         Field("initializer_range", "init_std", float, 0.02),
         Field("rms_norm_eps", "norm_eps", float, eps),
@@ -102,7 +105,7 @@ class Decoder(Family):
     def options(self, config: Config, **allowed: tuple[Any, ...]) -> list[Problem]:
         """The problems of `config.model` with a class that knows the options of Llama, and of others the allowed."""
         llama = {"norm": ("rmsnorm",), "position": ("rope",), "activation": ("swiglu",), "head_bias": (False,),
-                 "kv_lora_rank": (None,)}  # fmt: skip
+                 "kv_lora_rank": (None,), "qk_norm": (False,), "qkv_bias": (None, config.model.bias)}  # fmt: skip
         return options(config.model, "model", self.architecture, llama | allowed)
 
     def head_dim(self, model: Mapping[str, Any]) -> int:
@@ -145,8 +148,11 @@ class Decoder(Family):
 
     def attention_pieces(self, config: Config, ours: str, theirs: str) -> Iterable[Piece]:
         """The pieces of a layer's attention. ours, theirs: of the whole layer."""
+        biased = transformer.qkv_has_bias(config.model)
         for part in "qkv":
-            yield from both(f"{ours}.attention.qkv.{part}", f"{theirs}.self_attn.{part}_proj", config.model.bias)
+            yield from both(f"{ours}.attention.qkv.{part}", f"{theirs}.self_attn.{part}_proj", biased)
+        for part in "qk" if config.model.qk_norm else "":
+            yield Piece(f"{ours}.attention.{part}_norm.weight", f"{theirs}.self_attn.{part}_norm.weight")
         yield from both(f"{ours}.attention.out", f"{theirs}.self_attn.o_proj", config.model.bias)
 
     def expert_pieces(self, config: Config, ours: str, theirs: str) -> Iterable[Piece]:

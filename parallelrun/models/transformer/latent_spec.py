@@ -14,6 +14,12 @@ from parallelrun.planner.model.model_spec.attention import LatentSpec
 
 KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # all of them, or none
 
+OF_PLAIN = {
+    "head_dim": "the heads of latent attention have sizes of their own",
+    "qk_norm": "latent attention normalises latents, not heads",
+    "qkv_bias": "the layers that give heads have no biases in latent attention",
+}
+
 
 def latent_sizes(model: ModelConfig) -> LatentSpec | None:
     """The sizes of a model without problems; None: it has plain attention."""
@@ -61,9 +67,10 @@ def check(model: ModelConfig) -> list[Problem]:
     if model.position != "rope":
         message = f"model.position={model.position}: latent attention has rotary positions"
         problems.append(Problem(message, "model.position", "model.position=rope", kind="contradiction"))
-    if model.head_dim is not None:
-        message = f"model.head_dim={model.head_dim}: the heads of latent attention have sizes of their own"
-        problems.append(Problem(message, "model.head_dim", "leave model.head_dim out", kind="contradiction"))
+    for key, why in OF_PLAIN.items():
+        if getattr(model, key) not in (None, False):
+            message = f"model.{key}={getattr(model, key)}: {why}"
+            problems.append(Problem(message, f"model.{key}", f"leave model.{key} out", kind="contradiction"))
     if model.kv_heads not in (None, model.heads):
         message = f"model.kv_heads={model.kv_heads}: under latent attention every head has a key and value of its own"
         fix = f"model.kv_heads={model.heads} or leave model.kv_heads out"

@@ -23,8 +23,8 @@ TEXT_KEYS = frozenset({
     "head_bias", "init_std", "label_smoothing", "dropout",
 })  # fmt: skip  # of every model of tokens
 ATTENTION_KEYS = frozenset({
-    "heads", "kv_heads", "head_dim", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-    "v_head_dim", "position", "attention_dropout", "rope_scaling",
+    "heads", "kv_heads", "head_dim", "qk_norm", "qkv_bias", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "v_head_dim", "position", "attention_dropout", "rope_scaling",
 })  # fmt: skip
 ROPE_KEYS = frozenset({
     "rope_theta", "rope_factor", "rope_original_seq", "rope_low_factor", "rope_high_factor", "rope_beta_fast",
@@ -52,6 +52,11 @@ def projections(model: ModelConfig) -> dict[str, int]:
     """Outputs of the attention's column-parallel layer, by name: q over all heads, k and v over the kv heads."""
     kv_size = kv_heads(model) * head_dim(model)
     return {"q": model.heads * head_dim(model), "k": kv_size, "v": kv_size}
+
+
+def qkv_has_bias(model: ModelConfig) -> bool:
+    """Whether the projections to queries, keys and values have biases."""
+    return model.bias if model.qkv_bias is None else model.qkv_bias
 
 
 def expansions(model: ModelConfig, ffn: int) -> dict[str, int]:
@@ -139,6 +144,13 @@ def norm_layer(name: str, model: ModelConfig, features: int | None = None) -> La
     return LayerSpec(name, "norm", size, size, parameters)
 
 
+def _head_norm(name: str, model: ModelConfig, features: int) -> LayerSpec:
+    """The norm of every head's features, of `features` in all heads together."""
+    shape = (head_dim(model),)
+    parameters = weight_and_bias(name, shape, Initialiser("ones"), "per_head", norms_have_bias(model))
+    return LayerSpec(name, "per_head", features, features, parameters)
+
+
 def dropout_layer(name: str, model: ModelConfig) -> LayerSpec:
     """Dropout of elements of hidden."""
     return LayerSpec(name, "dropout", model.hidden, model.hidden)
@@ -152,7 +164,11 @@ def attention_layers(name: str, model: ModelConfig, out_initialiser: Initialiser
         opened = _latent_layers(name, model, sizes)
     else:
         heads = {"q": model.heads, "k": kv_heads(model), "v": kv_heads(model)}
-        opened = (column_layer(f"{name}.qkv", hidden, projections(model), model.bias, normal(model), heads),)
+        sizes_of, biased = projections(model), qkv_has_bias(model)
+        opened = (
+            column_layer(f"{name}.qkv", hidden, sizes_of, biased, normal(model), heads),
+            *(_head_norm(f"{name}.{part}_norm", model, sizes_of[part]) for part in "qk" if model.qk_norm),
+        )
     return (
         *opened,
         linear_layer(f"{name}.out", values, hidden, model.bias, out_initialiser, "row_parallel"),

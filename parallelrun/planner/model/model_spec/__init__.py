@@ -153,6 +153,11 @@ class ModelSpec:
         """Whether positions are embedded by a table, and not by rotating queries and keys."""
         return any(layer.layer_role == "position_embedding" for layer in self.layers())
 
+    @cached_property
+    def normalises_heads(self) -> bool:
+        """Whether attention normalises queries and keys of every head."""
+        return self.num_layers > 0 and any(layer.layer_role == "per_head" for layer in self.layers())
+
     @property
     def is_causal(self) -> bool:
         """Whether tokens attend to earlier ones only: not in a model that fills in masked tokens."""

@@ -58,7 +58,8 @@ def _of_transformer(block: BlockSpec, residual: float, plan: Plan, rates: Rates,
     biased = sum(
         plan.num_rows * layer.out_features / tp
         for layer in block.layers
-        if any(len(parameter.shape) == 1 for parameter in layer.parameters) and layer.layer_role != "norm"
+        if any(len(parameter.shape) == 1 for parameter in layer.parameters)
+        and layer.layer_role not in ("norm", "per_head")
     )
     moved_forward, moved_backward = (
         width
@@ -66,7 +67,7 @@ def _of_transformer(block: BlockSpec, residual: float, plan: Plan, rates: Rates,
             (SUMS[i] + 2 * NORM[i]) * residual
             + rotation[i] * rotated
             + JOINING[i] * joined
-            + NORM[i] * _latent_elements(plan)
+            + NORM[i] * (_latent_elements(plan) + _head_elements(block, plan))
             + ACTIVATION[spec.activation][i] * inside
         )
         for i in (0, 1)
@@ -93,6 +94,11 @@ def _latent_elements(plan: Plan) -> float:
     latent = plan.spec.latent
     features = (latent.q_rank or 0) + latent.kv_rank if latent else 0
     return prod(plan.tensor.activation_layout(None, plan).local(plan.num_rows, features, plan.mesh.sizes))
+
+
+def _head_elements(block: BlockSpec, plan: Plan) -> float:
+    """Elements of queries and keys that have norms of their own."""
+    return plan.num_rows * sum(x.in_features for x in block.layers if x.layer_role == "per_head") / plan.mesh.size("tp")
 
 
 def recomputed(plan: Plan, forward: float) -> float:

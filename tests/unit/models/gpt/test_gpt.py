@@ -60,6 +60,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "wide heads": LLAMA | {"head_dim": 10},
     "narrow heads, one for keys, with biases": {"head_dim": 3, "kv_heads": 1, "hidden": 15},
+    "norms of heads": LLAMA | {"qk_norm": True, "head_dim": 6},
+    "norms of heads with biases": {"qk_norm": True},
+    "biases of queries, keys and values": LLAMA | {"qkv_bias": True},
+    "biases of all but queries, keys and values": {"qkv_bias": False},
     "experts": EXPERTS,
     "experts in groups": {
         **LLAMA,
@@ -108,6 +112,9 @@ def built(config: Config, vocab: int, precision: str = "fp64", seed: int = 3) ->
         ("llama2_13b", 13_015_864_320),
         ("llama3_8b", 8_030_261_248),
         ("llama3_70b", 70_553_706_496),
+        # The config.json and model.safetensors.index.json (total_size / 2 bytes) of Qwen/Qwen2-7B and Qwen/Qwen3-8B.
+        ("qwen2_7b", 7_615_616_512),
+        ("qwen3_8b", 8_190_735_360),
         ("mixtral_8x7b", 46_702_792_704),
         ("deepseek_v3", 671_026_419_200),
         ("deepseek_v2_lite", 15_706_484_224),
@@ -195,6 +202,7 @@ def test_every_rows_of_heads_are_marked() -> None:
         ({"position": "rope", "hidden": 24, "heads": 8}, "model.hidden", "model.hidden=48"),
         ({"position": "rope", "head_dim": 5}, "model.head_dim", "model.head_dim=10"),
         (LATENT | {"head_dim": 8}, "model.head_dim", "leave model.head_dim out"),
+        (LATENT | {"qk_norm": True}, "model.qk_norm", "leave model.qk_norm out"),
         (LATENT | {"qk_rope_head_dim": 3}, "model.qk_rope_head_dim", "model.qk_rope_head_dim=4"),
         (LATENT | {"v_head_dim": 10}, "model.v_head_dim", "model.v_head_dim=9"),
         (LATENT | {"position": "learned"}, "model.position", "model.position=rope"),
@@ -274,6 +282,8 @@ def reference_attention(weights: dict, name: str, model: Any, x: Tensor) -> Tens
         mine = slice(head * size, (head + 1) * size)
         shared = slice(head // group * size, (head // group + 1) * size)
         query, key = q[..., mine], k[..., shared]
+        if model.qk_norm:
+            query, key = (reference_norm(weights, f"{name}.{p}_norm", model, x) for p, x in (("q", query), ("k", key)))
         if model.position == "rope":
             query, key = reference_rotation(query, model.rope_theta), reference_rotation(key, model.rope_theta)
         scores = query @ key.transpose(1, 2) / size**0.5
