@@ -135,7 +135,8 @@ class GridStrategy(ProductStrategy):
         """A weight as its product holds it, a bias as Y's features, norms and positions as the features between blocks.
 
         Partial over the axes whose ranks see other samples: the rows of what the parameter is added to or multiplied
-        with, and 2.5d's depth; of a norm of heads also over those whose ranks have other heads. A parameter without a layer role (only at tp=1) is replicated.
+        with, and 2.5d's depth; of a norm of heads also over those whose ranks have other heads. A parameter without a
+        layer role (only at tp=1) is replicated.
         """
         product, num_dims = self.product_of(plan.spec.layer_of[parameter.name], plan), len(parameter.shape)
         if product is not None:

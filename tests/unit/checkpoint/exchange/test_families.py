@@ -1,5 +1,5 @@
-"""Models that transformers has made compute the same here, and what their classes have beyond ours is refused by the key
-of their config.json. (Our own models under transformers: `test_hugging_face.py`.)"""
+"""Models that transformers has made compute the same here, and what their classes have beyond ours is refused by the
+key of their config.json. (Our own models under transformers: `test_hugging_face.py`.)"""
 
 from __future__ import annotations
 
