@@ -57,6 +57,10 @@ CASES: dict[str, dict[str, Any]] = {  # by the class of transformers, and more t
     "LlamaForCausalLM, frequencies scaled linearly": {
         **LLAMA, "model.rope_scaling": "linear", "model.rope_factor": 2.0
     },
+    "LlamaForCausalLM, yarn": {
+        **LLAMA, "model.hidden": 32, "model.rope_scaling": "yarn", "model.rope_factor": 4.0,
+        "model.rope_original_seq": 16, "model.rope_mscale": 1.5,
+    },
     "LlamaForCausalLM, wide heads": {**LLAMA, "model.head_dim": 6},
     "MixtralForCausalLM": MIXTRAL,
     "Glm4MoeForCausalLM": DEEPSEEK,

@@ -11,6 +11,7 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.hugging_face import ROPE_KEYS, Family, Field, Fields, Piece, both, options
 from parallelrun.models.moe import spec as moe
 from parallelrun.models.transformer import spec as transformer
+from parallelrun.models.transformer.latent_spec import rotary_growth
 from parallelrun.planner.model.model_spec import ModelSpec
 
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs -> ours
@@ -90,14 +91,14 @@ class Decoder(Family):
     """Llama and the classes after it. The rotary embedding rotates the halves of a head, as ours does.
 
     theta, rotated, head_size: the defaults of the rotary base, of the share of a head that is rotated, and of the size
-    of a head (None: hidden / heads). has_yarn: its attention scales scores as yarn does. routing: the values of
+    of a head (None: hidden / heads). latent: whether it has latent attention. routing: the values of
     `model.router` of which config.json says nothing.
     """
 
     skipped = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
     copies: ClassVar[tuple[tuple[str, str], ...]] = (("lm_head.weight", "model.embed_tokens.weight"),)
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
-    theta, rotated, has_yarn = 10000.0, 1.0, False
+    theta, rotated, latent = 10000.0, 1.0, False
     head_size: ClassVar[int | None] = None
     implied: ClassVar[Mapping[str, Any]] = {"bias": False}
     routing: ClassVar[Mapping[str, Any]] = {}
@@ -125,7 +126,7 @@ class Decoder(Family):
     def values(self, fields: Fields) -> dict[str, Any]:
         values = super().values(fields)
         values |= self.head_values(fields, values)
-        values |= fields.rotary(self.theta, self.rotated, self.has_yarn)
+        values |= fields.rotary(self.theta, self.rotated, self.latent)
         if "router" in values:
             values["router"] |= self.routing
         return {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", **self.implied, **values}
@@ -181,6 +182,9 @@ class Llama(Decoder):
 def rope_fields(model: ModelConfig, more: dict[str, Any] | None = None) -> dict[str, Any]:
     """The rotary frequencies, as transformers 5 reads them and as earlier versions do. more: beside the scaling."""
     scaling = {key: getattr(model, name) for key, name in ROPE_KEYS[model.rope_scaling].items()}
+    if model.rope_scaling == "yarn" and not (model.rope_mscale and model.rope_mscale_all_dim):
+        del scaling["mscale"], scaling["mscale_all_dim"]  # transformers reads both, or neither
+        scaling |= {"attention_factor": rotary_growth(model)} if model.rope_mscale != 1.0 else {}
     kind = "default" if model.rope_scaling == "none" else model.rope_scaling
     parameters = {"rope_type": kind, **scaling, **(more or {})}
     return {

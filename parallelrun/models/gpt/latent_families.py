@@ -37,7 +37,7 @@ class DeepseekV3(Glm4Moe):
     expected: ClassVar[Mapping[str, Any]] = {
         "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"
     }  # fmt: skip
-    rotated, has_yarn = 1.0, True
+    rotated, latent = 1.0, True
     routing: ClassVar[Mapping[str, Any]] = {"kind": "top_k", "score": "sigmoid", "bias_rate": 1e-3}
     routers = {"kind": ("top_k",), "score": ("sigmoid",), "capacity_factor": (None,),
                "eval_capacity_factor": (None,), "jitter": (0.0,)}  # fmt: skip

@@ -33,7 +33,8 @@ def yarn_growth(factor: float, scale: float) -> float:
 
 
 def rotary_growth(model: ModelConfig) -> float:
-    """The factor on rotated features of queries and keys. What `score_growth` does for all features is taken out."""
+    """The factor on rotated features of queries and keys, without what `score_growth` does for all features. Plain
+    attention has the same factor, as transformers computes it, and no growth of scores."""
     if model.rope_scaling != "yarn":
         return 1.0
     of_all = yarn_growth(model.rope_factor, model.rope_mscale_all_dim)
@@ -41,7 +42,7 @@ def rotary_growth(model: ModelConfig) -> float:
 
 
 def score_growth(model: ModelConfig) -> float:
-    """The factor on scores."""
+    """The factor on scores of latent attention."""
     return yarn_growth(model.rope_factor, model.rope_mscale_all_dim) ** 2 if model.rope_scaling == "yarn" else 1.0
 
 
@@ -49,7 +50,7 @@ def check(model: ModelConfig) -> list[Problem]:
     """Problems of the keys of latent attention, and of those that exclude it or need it."""
     present = [key for key in (*KEYS, "q_lora_rank") if getattr(model, key) is not None]
     if not present:
-        return _needs_latents(model)
+        return []
     missing = [key for key in KEYS if getattr(model, key) is None]
     if missing:
         message = f"latent attention needs all of {', '.join(f'model.{key}' for key in KEYS)}; not given: "
@@ -76,10 +77,3 @@ def check(model: ModelConfig) -> list[Problem]:
         fix = f"model.kv_heads={model.heads} or leave model.kv_heads out"
         problems.append(Problem(message, "model.kv_heads", fix, kind="contradiction"))
     return problems
-
-
-def _needs_latents(model: ModelConfig) -> list[Problem]:
-    if model.rope_scaling != "yarn":
-        return []
-    message = "model.rope_scaling=yarn scales scores as latent attention does (model.kv_lora_rank), and this is plain"
-    return [Problem(message, "model.rope_scaling", "model.rope_scaling=linear", kind="not_built")]

@@ -166,7 +166,8 @@ class SelfAttention(Attention):
         self.value_dim = sizes.head_dim(model)
         self.rotary = rotary(model) if model.position == "rope" else None
         self.qkv = make.projections()
-        self.q_norm, self.k_norm = (make.head_norm(), make.head_norm()) if model.qk_norm else (None, None)
+        self.q_norm = make.head_norm() if model.qk_norm else None
+        self.k_norm = make.head_norm() if model.qk_norm else None
         self.close(name, make, model.heads * self.value_dim, causal)
 
     def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

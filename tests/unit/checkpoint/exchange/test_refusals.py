@@ -98,7 +98,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     [
         ({"model_type": "whisper"}, "model_type is 'whisper', and known are gpt2, llama, mixtral"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and only silu is built"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "only default, linear and llama3 are built"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "only default, linear, llama3 and yarn are built"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "there is no low_freq_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 3}}, "beta is 3, a field that"),
         ({"head_dim": 8.5}, "head_dim is 8.5, not a int"),

@@ -213,7 +213,6 @@ def test_every_rows_of_heads_are_marked() -> None:
             "model.v_head_dim=N or leave model.kv_lora_rank and model.qk_nope_head_dim and model.qk_rope_head_dim out",
         ),
         ({"q_lora_rank": 4}, "model.kv_lora_rank", "model.kv_lora_rank=N or leave model.q_lora_rank out"),
-        ({"position": "rope", "rope_scaling": "yarn"}, "model.rope_scaling", "model.rope_scaling=linear"),
         (
             LATENT | {"rope_scaling": "yarn", "rope_beta_slow": 32.0},
             "model.rope_beta_fast",
