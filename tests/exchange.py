@@ -43,6 +43,8 @@ LATENT = {
     **DEEPSEEK, "model.kv_heads": None, "model.q_lora_rank": 12, "model.kv_lora_rank": 10, "model.qk_nope_head_dim": 6,
     "model.qk_rope_head_dim": 4, "model.v_head_dim": 7, "model.norm_eps": 1e-6, "model.experts": 8,
 }  # fmt: skip
+QWEN2 = {**LLAMA, "model.qkv_bias": True, "model.norm_eps": 1e-6}
+QWEN3 = {**LLAMA, "model.qk_norm": True, "model.head_dim": 6}
 CASES: dict[str, dict[str, Any]] = {  # by the class of transformers, and more than one option of some
     "GPT2LMHeadModel": {},
     "GPT2LMHeadModel, relu, untied": {"model.activation": "relu", "model.tied_embeddings": False, "model.ffn": 24},
@@ -55,6 +57,11 @@ CASES: dict[str, dict[str, Any]] = {  # by the class of transformers, and more t
     "LlamaForCausalLM, frequencies scaled linearly": {
         **LLAMA, "model.rope_scaling": "linear", "model.rope_factor": 2.0
     },
+    "LlamaForCausalLM, yarn": {
+        **LLAMA, "model.hidden": 32, "model.rope_scaling": "yarn", "model.rope_factor": 4.0,
+        "model.rope_original_seq": 16, "model.rope_mscale": 1.5,
+    },
+    "LlamaForCausalLM, wide heads": {**LLAMA, "model.head_dim": 6},
     "MixtralForCausalLM": MIXTRAL,
     "Glm4MoeForCausalLM": DEEPSEEK,
     "Glm4MoeForCausalLM, without selection biases": {
@@ -72,6 +79,17 @@ CASES: dict[str, dict[str, Any]] = {  # by the class of transformers, and more t
         **LATENT, "model.rope_scaling": "yarn", "model.rope_factor": 8.0, "model.rope_original_seq": 32,
         "model.rope_mscale": 0.5, "model.rope_mscale_all_dim": 0.5,
         "model.router": RouterConfig(top_k=3, renormalise="none", n_group=4, topk_group=2, scaling=1.5),
+    },
+    "Qwen2ForCausalLM": QWEN2,
+    "Qwen2ForCausalLM, tied": {**QWEN2, "model.tied_embeddings": True},
+    "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": {
+        **QWEN3, "model.experts": 4, "model.expert_period": 1, "model.expert_ffn": 12,
+        "model.router": RouterConfig(top_k=2),
+    },
+    "Qwen3MoeForCausalLM, dense layers, weights not normalised": {
+        **QWEN3, "model.experts": 4, "model.expert_period": 2, "model.expert_ffn": 12,
+        "model.router": RouterConfig(top_k=3, renormalise="none"),
     },
     "BertForMaskedLM": {"model.name": "bert", "dataset.vocab": VOCAB - 1},
     "BertForMaskedLM, exact GELU, vocabulary bias": {

@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import log
 from typing import Any, ClassVar, NamedTuple
 
 from parallelrun.base.errors import ConfigError, Problem
@@ -51,7 +52,7 @@ ROPE_KEYS: dict[str, dict[str, str]] = {
     },
 }
 # What fields stand for that config.json leaves out.
-_ROPE_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+_ROPE_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": None, "mscale_all_dim": None}
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ class Family(ABC):
     that have one value under all our keys; expected: those that have it by default and are not written. prefix: of most
     keys, which files of the bare model leave out. skipped: keys of such files that hold nothing to be learned. copies:
     (copy, original) keys of tensors that a file may hold twice. The first copy is the output layer of a class with the
-    option `tie_word_embeddings`: as transformers does, one that differs from its original is not tied to it.
+    option `tie_word_embeddings`: as transformers does, one that differs from its original is not tied to it. aliases:
+    other names of fields, and those that `table` has.
     """
 
     model_type: ClassVar[str]
@@ -132,6 +134,7 @@ class Family(ABC):
     prefix: ClassVar[str] = "model."
     skipped: ClassVar[str] = r".*\.rotary_emb\.inv_freq"
     copies: ClassVar[tuple[tuple[str, str], ...]] = ()
+    aliases: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
@@ -152,7 +155,7 @@ class Family(ABC):
 
     def model_values(self, content: Mapping[str, Any], where: str) -> dict[str, Any]:
         """`values` of the content of a config.json. where: the file. Raises ConfigError with every problem."""
-        fields = Fields(content, where)
+        fields = Fields({self.aliases.get(key, key): value for key, value in content.items()}, where)
         values = self.values(fields)
         fields.finish()
         return values
@@ -210,11 +213,22 @@ class Fields:
         """Note a problem unless `key` has one of the allowed values, the first of which is the default."""
         self.translate(key, dict.fromkeys(allowed), allowed[0])
 
-    def rotary(self, default_theta: float, partial: float = 1.0, yarn: bool = False) -> dict[str, Any]:
+    def drop(self, *keys: str) -> None:
+        """Leave fields out that change nothing under the values of others."""
+        for key in keys:
+            self._left.pop(key, None)
+
+    def expect_each(self, key: str, allowed: str) -> None:
+        """Note a problem unless every entry of the list `key`, which may be left out, is `allowed`."""
+        entries = self._left.pop(key, None)
+        if any(entry != allowed for entry in entries or ()):
+            self._problems.append(Problem(f"{key} is {entries!r:.200}, and only {allowed} is built", self._where))
+
+    def rotary(self, default_theta: float, partial: float = 1.0, latent: bool = False) -> dict[str, Any]:
         """The values of `model.rope_*`, from fields as transformers 5 writes them or earlier versions do.
 
-        partial: the share of a head that is rotated if config.json does not say; only 1 is built. yarn: it is built for
-        the attention of the class.
+        partial: the share of a head that is rotated if config.json does not say; only 1 is built. latent: whether the
+        class has latent attention, whose scores grow.
         """
         values: dict[str, Any] = {"rope_theta": self.take("rope_theta", float, default_theta)}
         share = self.take("partial_rotary_factor", float, partial)
@@ -222,8 +236,8 @@ class Fields:
             scaling = self._left.pop(name, None) or {}
             kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else None
             kind = "none" if kind == "default" else kind
-            if not isinstance(kind, str) or kind not in ROPE_KEYS or (kind == "yarn" and not yarn):
-                message = f"{name} is {scaling!r:.200}, and only default, linear and llama3 are built"
+            if not isinstance(kind, str) or kind not in ROPE_KEYS:
+                message = f"{name} is {scaling!r:.200}, and only default, linear, llama3 and yarn are built"
                 self._problems.append(Problem(message, self._where))
                 continue
             inner = Fields(scaling, f"{self._where}, {name}")
@@ -237,11 +251,17 @@ class Fields:
                 for key, ours in ROPE_KEYS[kind].items():
                     values[ours] = inner.take(key, kinds[key], _ROPE_DEFAULTS.get(key, _MISSING))
                 inner.expect("truncate", True)
+                if kind == "yarn":
+                    values |= _growth(inner, values, latent)
             self._problems += inner.problems()
         if share != 1.0:
             message = f"partial_rotary_factor is {share:g}: our model rotates whole heads"
             self._problems.append(Problem(message, self._where))
         return values
+
+    def note(self, message: str) -> None:
+        """Note a problem of several fields together."""
+        self._problems.append(Problem(message, self._where))
 
     def problems(self) -> list[Problem]:
         """Every problem, and the fields that nobody has read."""
@@ -255,6 +275,21 @@ class Fields:
         """Raise ConfigError with every problem."""
         if problems := self.problems():
             raise ConfigError(*problems)
+
+
+def _growth(scaling: Fields, values: Mapping[str, Any], latent: bool) -> dict[str, float]:
+    """`model.rope_mscale` and `rope_mscale_all_dim` of yarn. transformers reads the fields of these names if both are
+    there, and neither beside `attention_factor`."""
+    factor = None if latent else scaling.take("attention_factor", float, None)
+    scale, of_all = values["rope_mscale"], values["rope_mscale_all_dim"]
+    if factor is None:
+        if latent and of_all and not scale:
+            scaling.note(f"mscale_all_dim is {of_all:g}, and only 0 is built without mscale")
+        return {} if scale and of_all else {"rope_mscale": 1.0, "rope_mscale_all_dim": 0.0}
+    if values["rope_factor"] <= 1.0 or factor < 1.0:
+        scaling.note(f"attention_factor is {factor:g}, and only one above 1 with a factor above 1 is built")
+        return {}
+    return {"rope_mscale": (factor - 1.0) / (0.1 * log(values["rope_factor"])), "rope_mscale_all_dim": 0.0}
 
 
 def both(ours: str, theirs: str, bias: bool = True, transposed: bool = False) -> Iterator[Piece]:

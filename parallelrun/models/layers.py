@@ -165,6 +165,13 @@ class HiddenNorm(RoleLayer):
         return normalise(self.kind, x, self.weight, self.bias, self.eps)
 
 
+class HeadNorm(HiddenNorm):
+    """The norm of each head's features (..., heads, head_dim), by weights that all heads share: on the heads held here,
+    it is the same module, and the gradient of its weights a part of the sum over all heads."""
+
+    layer_role = "per_head"
+
+
 class SharedInput(RoleLayer):
     """x (batch, seq, features), unchanged, before what a tensor strategy splits by something else than features of a
     linear layer: the input of router and experts, and the key that all heads of latent attention share.

@@ -38,6 +38,11 @@ def rows_of_norms_not_summed() -> None:
     _partial_without("row", role="norm")
 
 
+def columns_of_head_norms_not_summed() -> None:
+    """The gradient of a norm of heads is that of the heads of one column of the grid."""
+    _partial_without("col", role="per_head")
+
+
 def positions_not_summed() -> None:
     _partial_without("row", role="position_embedding")
 

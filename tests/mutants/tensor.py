@@ -72,11 +72,19 @@ def slices_of_norm_gradients_not_summed() -> None:
 
 
 def router_gradients_not_summed() -> None:
+    _not_summed("router")
+
+
+def gradients_of_head_norms_not_summed() -> None:
+    _not_summed("per_head")
+
+
+def _not_summed(role: str) -> None:
     right = Megatron1D.layout
 
     def layout(self, parameter, plan):
         found = right(self, parameter, plan)
-        return Layout(found.dims) if parameter.layer_role == "router" else found
+        return Layout(found.dims) if parameter.layer_role == role else found
 
     Megatron1D.layout = layout
 

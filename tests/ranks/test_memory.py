@@ -116,6 +116,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "fsdp": GPT | data("fsdp"),
     "latent": LATENT,
     "packed": LLAMA | PACKED,
+    "norms of heads": LLAMA | {"model.qk_norm": True},
+    "norms of heads with biases, tp sequence": GPT | {"tp": 2, "model.qk_norm": True} | SEQUENCE,
+    "norms of heads, 2d": GPT | GRID | {"tp": 4, "layout": "2d", "model.qk_norm": True, "model.norm": "rmsnorm"},
+    "wide heads tp": LLAMA | {"tp": 2, "model.head_dim": 48},
     "latent, queries of x": LATENT | {"model.q_lora_rank": None},
     "latent tp sequence selective, queries of x": LATENT | {"tp": 2, "model.q_lora_rank": None} | SEQUENCE | SELECTIVE,
     "fsdp, reduced once": LLAMA | data("fsdp", reduce_each_microbatch=False),
@@ -155,6 +159,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "llama full bf16, few tokens": LLAMA | FULL | BF16 | {"model.seq": 16, "micro_batch": 1},
     "cp selective": GPT | context("ring") | SELECTIVE,
     "tp x 1f1b": GPT | pipeline("1f1b") | {"tp": 2},
+    "2d, wide heads": GPT | GRID | {"tp": 4, "layout": "2d", "model.head_dim": 48},
     "3d": GPT | GRID | {"tp": 8, "layout": "3d"},
     "2.5d": GPT | GRID | {"tp": 8, "layout": "2.5d"},
     # Before "ring", in the same process: its process group would keep the larger receive buffers of that plan.

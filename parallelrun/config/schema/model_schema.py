@@ -61,6 +61,9 @@ class ModelConfig:
     hidden: int = key(64, "width of the residual stream", least=1, most=SIZE)
     heads: int = key(8, "attention heads", least=1, most=COUNT)
     kv_heads: int | None = key(None, "key and value heads; null: the same number as heads", least=1, most=COUNT)
+    head_dim: int | None = key(None, "features of an attention head; null: hidden / heads", least=1, most=SIZE)
+    qk_norm: bool = key(False, "queries and keys of every head are normalised, by weights that all heads share (Qwen3)")
+    qkv_bias: bool | None = key(None, "queries, keys and values have biases; null: the same as model.bias")
     kv_lora_rank: int | None = key(
         None, "latent attention (DeepSeek): width of the latent for keys and values", least=1, most=SIZE
     )
@@ -98,7 +101,9 @@ class ModelConfig:
     rope_beta_fast: float = key(32.0, "yarn: frequencies with more turns in rope_original_seq are unchanged", above=0)
     rope_beta_slow: float = key(1.0, "yarn: frequencies with fewer turns in rope_original_seq are scaled", above=0)
     rope_mscale: float = key(1.0, "yarn: multiply rotated features by 0.1 x rope_mscale x ln(rope_factor) + 1", least=0)
-    rope_mscale_all_dim: float = key(0.0, "yarn: the same for all features, applied to the attention scores", least=0)
+    rope_mscale_all_dim: float = key(
+        0.0, "yarn: divide by the same with this scale; latent attention multiplies scores by its square", least=0
+    )
     bias: bool = key(True, "linear layers and norms have biases")
     norm_bias: bool | None = key(None, "layernorm: the norms have biases; null: the same as model.bias")
     tied_embeddings: bool = key(True, "the output layer shares the embedding's weight")

@@ -42,7 +42,10 @@ class Bert(Family):
     expected = {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        allowed = {"bias": (True,), "norm_bias": (None, True), "kv_heads": (None, config.model.heads)}
+        model = config.model
+        allowed = {"bias": (True,), "norm_bias": (None, True), "kv_heads": (None, model.heads),
+                   "head_dim": (None, model.hidden // model.heads), "qk_norm": (False,),
+                   "qkv_bias": (None, True)}  # fmt: skip
         return options(config.model, "model", self.architecture, allowed)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:

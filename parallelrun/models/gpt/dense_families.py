@@ -10,6 +10,8 @@ from parallelrun.config.schema.model_schema import ModelConfig
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.hugging_face import ROPE_KEYS, Family, Field, Fields, Piece, both, options
 from parallelrun.models.moe import spec as moe
+from parallelrun.models.transformer import spec as transformer
+from parallelrun.models.transformer.latent_spec import rotary_growth
 from parallelrun.planner.model.model_spec import ModelSpec
 
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs -> ours
@@ -37,10 +39,12 @@ class Gpt2(Family):
     expected = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
+        model = config.model
         allowed = {"norm": ("layernorm",), "position": ("learned",), "activation": tuple(dict.fromkeys(GELUS.values())),
                    "bias": (True,), "norm_bias": (None, True), "head_bias": (False,), "experts": (0,),
-                   "kv_heads": (None, config.model.heads)}  # fmt: skip
-        return options(config.model, "model", self.architecture, allowed)
+                   "kv_heads": (None, model.heads), "head_dim": (None, model.hidden // model.heads),
+                   "qk_norm": (False,), "qkv_bias": (None, True)}  # fmt: skip
+        return options(model, "model", self.architecture, allowed)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
         dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop"), config.dropout)
@@ -66,15 +70,16 @@ class Gpt2(Family):
             yield Piece("head.head.weight", "lm_head.weight")
 
 
-def decoder_table(eps: float, seq: int) -> tuple[Field, ...]:
-    """Return the fields that Llama and all later classes have. eps, seq: the defaults of the class."""
+def decoder_table(eps: float, seq: int, **sizes: int) -> tuple[Field, ...]:
+    """Return the fields that Llama and all later classes have. The arguments are defaults of the class."""
+    sizes = {"vocab": 32000, "hidden": 4096, "layers": 32, "heads": 32, **sizes}
     return (
-        Field("vocab_size", "vocab", int, 32000),
-        Field("hidden_size", "hidden", int, 4096),
+        Field("vocab_size", "vocab", int, sizes["vocab"]),
+        Field("hidden_size", "hidden", int, sizes["hidden"]),
         Field("intermediate_size", "ffn", int),
-        Field("num_hidden_layers", "layers", int, 32),
-        Field("num_attention_heads", "heads", int, 32),
-        Field("num_key_value_heads", "kv_heads", int, None),
+        Field("num_hidden_layers", "layers", int, sizes["layers"]),
+        Field("num_attention_heads", "heads", int, sizes["heads"]),
+        Field("num_key_value_heads", "kv_heads", int, sizes.get("kv_heads")),
         Field("max_position_embeddings", "seq", int, seq),
         Field("initializer_range", "init_std", float, 0.02),
         Field("rms_norm_eps", "norm_eps", float, eps),
@@ -85,26 +90,33 @@ def decoder_table(eps: float, seq: int) -> tuple[Field, ...]:
 class Decoder(Family):
     """Llama and the classes after it. The rotary embedding rotates the halves of a head, as ours does.
 
-    theta, rotated: the defaults of the rotary base and of the share of a head that is rotated. has_yarn: its attention
-    scales scores as yarn does. routing: the values of `model.router` of which config.json says nothing.
+    theta, rotated, head_size: the defaults of the rotary base, of the share of a head that is rotated, and of the size
+    of a head (None: hidden / heads). latent: whether it has latent attention. routing: the values of
+    `model.router` of which config.json says nothing.
     """
 
     skipped = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
     copies: ClassVar[tuple[tuple[str, str], ...]] = (("lm_head.weight", "model.embed_tokens.weight"),)
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
-    theta, rotated, has_yarn = 10000.0, 1.0, False
+    theta, rotated, latent = 10000.0, 1.0, False
+    head_size: ClassVar[int | None] = None
     implied: ClassVar[Mapping[str, Any]] = {"bias": False}
     routing: ClassVar[Mapping[str, Any]] = {}
 
     def options(self, config: Config, **allowed: tuple[Any, ...]) -> list[Problem]:
         """The problems of `config.model` with a class that knows the options of Llama, and of others the allowed."""
         llama = {"norm": ("rmsnorm",), "position": ("rope",), "activation": ("swiglu",), "head_bias": (False,),
-                 "kv_lora_rank": (None,)}  # fmt: skip
+                 "kv_lora_rank": (None,), "qk_norm": (False,), "qkv_bias": (None, config.model.bias)}  # fmt: skip
         return options(config.model, "model", self.architecture, llama | allowed)
 
     def head_dim(self, model: Mapping[str, Any]) -> int:
         """Return what the class calls the size of a head. model: the values of `model` by key."""
-        return int(model["hidden"] // max(1, model["heads"]))
+        return int(model.get("head_dim") or model["hidden"] // max(1, model["heads"]))
+
+    def head_values(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The value of `model.head_dim`, where it is not hidden / heads."""
+        size = fields.take("head_dim", int, self.head_size)
+        return {} if size in (None, self.head_dim(values)) else {"head_dim": size}
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
         model = config.model
@@ -113,8 +125,8 @@ class Decoder(Family):
 
     def values(self, fields: Fields) -> dict[str, Any]:
         values = super().values(fields)
-        fields.expect("head_dim", self.head_dim(values), None)
-        values |= fields.rotary(self.theta, self.rotated, self.has_yarn)
+        values |= self.head_values(fields, values)
+        values |= fields.rotary(self.theta, self.rotated, self.latent)
         if "router" in values:
             values["router"] |= self.routing
         return {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", **self.implied, **values}
@@ -137,8 +149,11 @@ class Decoder(Family):
 
     def attention_pieces(self, config: Config, ours: str, theirs: str) -> Iterable[Piece]:
         """The pieces of a layer's attention. ours, theirs: of the whole layer."""
+        biased = transformer.qkv_has_bias(config.model)
         for part in "qkv":
-            yield from both(f"{ours}.attention.qkv.{part}", f"{theirs}.self_attn.{part}_proj", config.model.bias)
+            yield from both(f"{ours}.attention.qkv.{part}", f"{theirs}.self_attn.{part}_proj", biased)
+        for part in "qk" if config.model.qk_norm else "":
+            yield Piece(f"{ours}.attention.{part}_norm.weight", f"{theirs}.self_attn.{part}_norm.weight")
         yield from both(f"{ours}.attention.out", f"{theirs}.self_attn.o_proj", config.model.bias)
 
     def expert_pieces(self, config: Config, ours: str, theirs: str) -> Iterable[Piece]:
@@ -167,6 +182,9 @@ class Llama(Decoder):
 def rope_fields(model: ModelConfig, more: dict[str, Any] | None = None) -> dict[str, Any]:
     """The rotary frequencies, as transformers 5 reads them and as earlier versions do. more: beside the scaling."""
     scaling = {key: getattr(model, name) for key, name in ROPE_KEYS[model.rope_scaling].items()}
+    if model.rope_scaling == "yarn" and not (model.rope_mscale and model.rope_mscale_all_dim):
+        del scaling["mscale"], scaling["mscale_all_dim"]  # transformers reads both, or neither
+        scaling |= {"attention_factor": rotary_growth(model)} if model.rope_mscale != 1.0 else {}
     kind = "default" if model.rope_scaling == "none" else model.rope_scaling
     parameters = {"rope_type": kind, **scaling, **(more or {})}
     return {

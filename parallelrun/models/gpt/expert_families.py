@@ -102,10 +102,7 @@ class Glm4Moe(Decoder):
         yield Piece(f"{ours}.router.weight", f"{theirs}.mlp.gate.weight")
         if config.model.router.bias_rate > 0:
             yield Piece(f"{ours}.router.selection_bias", f"{theirs}.mlp.gate.e_score_correction_bias")
-        for expert in range(config.model.experts):
-            for part in ("gate", "up", "down"):
-                key = f"{theirs}.mlp.experts.{expert}.{part}_proj.weight"
-                yield Piece(f"{ours}.experts.{part}", key, index=expert)
+        yield from experts(config, ours, theirs)
         yield from gated(f"{ours}.shared", f"{theirs}.mlp.shared_experts")
 
     def constants(self, config: Config, spec: ModelSpec) -> dict[str, FixedTensor]:
@@ -114,6 +111,14 @@ class Glm4Moe(Decoder):
         layers = (index for index in range(config.model.layers) if moe.has_experts(index, config.model))
         zeros = FixedTensor((config.model.experts,), 0.0)
         return {f"model.layers.{index}.mlp.gate.e_score_correction_bias": zeros for index in layers}
+
+
+def experts(config: Config, ours: str, theirs: str) -> Iterator[Piece]:
+    """The pieces of a layer's experts under the names that DeepSeek gave them."""
+    for expert in range(config.model.experts):
+        for part in ("gate", "up", "down"):
+            key = f"{theirs}.mlp.experts.{expert}.{part}_proj.weight"
+            yield Piece(f"{ours}.experts.{part}", key, index=expert)
 
 
 def routing_differences(spec: ModelSpec, family: str, allowed: Mapping[str, tuple[Any, ...]]) -> list[Problem]:

@@ -37,7 +37,7 @@ class DeepseekV3(Glm4Moe):
     expected: ClassVar[Mapping[str, Any]] = {
         "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"
     }  # fmt: skip
-    rotated, has_yarn = 1.0, True
+    rotated, latent = 1.0, True
     routing: ClassVar[Mapping[str, Any]] = {"kind": "top_k", "score": "sigmoid", "bias_rate": 1e-3}
     routers = {"kind": ("top_k",), "score": ("sigmoid",), "capacity_factor": (None,),
                "eval_capacity_factor": (None,), "jitter": (0.0,)}  # fmt: skip
@@ -63,6 +63,10 @@ class DeepseekV3(Glm4Moe):
 
     def head_dim(self, model: Mapping[str, Any]) -> int:
         return int(model["qk_rope_head_dim"])
+
+    def head_values(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        fields.expect("head_dim", self.head_dim(values), None)
+        return {}
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
         router, fields = spec.router, Decoder.fields(self, config, spec)

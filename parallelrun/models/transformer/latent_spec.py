@@ -14,6 +14,12 @@ from parallelrun.planner.model.model_spec.attention import LatentSpec
 
 KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # all of them, or none
 
+OF_PLAIN = {
+    "head_dim": "the heads of latent attention have sizes of their own",
+    "qk_norm": "latent attention normalises latents, not heads",
+    "qkv_bias": "the layers that give heads have no biases in latent attention",
+}
+
 
 def latent_sizes(model: ModelConfig) -> LatentSpec | None:
     """The sizes of a model without problems; None: it has plain attention."""
@@ -27,7 +33,8 @@ def yarn_growth(factor: float, scale: float) -> float:
 
 
 def rotary_growth(model: ModelConfig) -> float:
-    """The factor on rotated features of queries and keys. What `score_growth` does for all features is taken out."""
+    """The factor on rotated features of queries and keys, without what `score_growth` does for all features. Plain
+    attention has the same factor, as transformers computes it, and no growth of scores."""
     if model.rope_scaling != "yarn":
         return 1.0
     of_all = yarn_growth(model.rope_factor, model.rope_mscale_all_dim)
@@ -35,7 +42,7 @@ def rotary_growth(model: ModelConfig) -> float:
 
 
 def score_growth(model: ModelConfig) -> float:
-    """The factor on scores."""
+    """The factor on scores of latent attention."""
     return yarn_growth(model.rope_factor, model.rope_mscale_all_dim) ** 2 if model.rope_scaling == "yarn" else 1.0
 
 
@@ -43,7 +50,7 @@ def check(model: ModelConfig) -> list[Problem]:
     """Problems of the keys of latent attention, and of those that exclude it or need it."""
     present = [key for key in (*KEYS, "q_lora_rank") if getattr(model, key) is not None]
     if not present:
-        return _needs_latents(model)
+        return []
     missing = [key for key in KEYS if getattr(model, key) is None]
     if missing:
         message = f"latent attention needs all of {', '.join(f'model.{key}' for key in KEYS)}; not given: "
@@ -61,15 +68,12 @@ def check(model: ModelConfig) -> list[Problem]:
     if model.position != "rope":
         message = f"model.position={model.position}: latent attention has rotary positions"
         problems.append(Problem(message, "model.position", "model.position=rope", kind="contradiction"))
+    for key, why in OF_PLAIN.items():
+        if getattr(model, key) not in (None, False):
+            message = f"model.{key}={getattr(model, key)}: {why}"
+            problems.append(Problem(message, f"model.{key}", f"leave model.{key} out", kind="contradiction"))
     if model.kv_heads not in (None, model.heads):
         message = f"model.kv_heads={model.kv_heads}: under latent attention every head has a key and value of its own"
         fix = f"model.kv_heads={model.heads} or leave model.kv_heads out"
         problems.append(Problem(message, "model.kv_heads", fix, kind="contradiction"))
     return problems
-
-
-def _needs_latents(model: ModelConfig) -> list[Problem]:
-    if model.rope_scaling != "yarn":
-        return []
-    message = "model.rope_scaling=yarn scales scores as latent attention does (model.kv_lora_rank), and this is plain"
-    return [Problem(message, "model.rope_scaling", "model.rope_scaling=linear", kind="not_built")]

@@ -31,6 +31,11 @@ class LayerFactory:
     def column(self, outputs: dict[str, int]) -> layers.ColumnLinear:
         return layers.ColumnLinear(self.model.hidden, outputs, self.model.bias, self.dtype)
 
+    def projections(self) -> layers.ColumnLinear:
+        """To queries, keys and values."""
+        outputs, bias = sizes.projections(self.model), sizes.qkv_has_bias(self.model)
+        return layers.ColumnLinear(self.model.hidden, outputs, bias, self.dtype)
+
     def row(self, in_features: int) -> layers.RowLinear:
         return layers.RowLinear(in_features, self.model.hidden, self.model.bias, self.dtype)
 
@@ -43,6 +48,10 @@ class LayerFactory:
     def norm(self, features: int | None = None) -> layers.HiddenNorm:
         size, bias = features or self.model.hidden, sizes.norms_have_bias(self.model)
         return layers.HiddenNorm(self.model.norm, size, self.model.norm_eps, bias, self.dtype)
+
+    def head_norm(self) -> layers.HeadNorm:
+        bias = sizes.norms_have_bias(self.model)
+        return layers.HeadNorm(self.model.norm, sizes.head_dim(self.model), self.model.norm_eps, bias, self.dtype)
 
     def dropout(self, site: str) -> HashDropout:
         return HashDropout(self.dropout_rate, self.seed, site, self.model.hidden, self.dtype)
@@ -154,14 +163,19 @@ class SelfAttention(Attention):
     def __init__(self, name: str, make: LayerFactory, causal: bool = True):
         super().__init__()
         model = make.model
-        self.value_dim = model.hidden // model.heads
+        self.value_dim = sizes.head_dim(model)
         self.rotary = rotary(model) if model.position == "rope" else None
-        self.qkv = make.column(sizes.projections(model))
-        self.close(name, make, model.hidden, causal)
+        self.qkv = make.projections()
+        self.q_norm = make.head_norm() if model.qk_norm else None
+        self.k_norm = make.head_norm() if model.qk_norm else None
+        self.close(name, make, model.heads * self.value_dim, causal)
 
     def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         by_head, (q, k, v) = (-1, self.value_dim), self.qkv(x)
-        query, key = q.unflatten(-1, by_head).transpose(1, 2), k.unflatten(-1, by_head).transpose(1, 2)
+        query, key = q.unflatten(-1, by_head), k.unflatten(-1, by_head)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
         value = v.unflatten(-1, by_head).transpose(1, 2)
         if self.rotary is not None:
             positions = self.positions(query)

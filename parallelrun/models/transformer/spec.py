@@ -23,8 +23,8 @@ TEXT_KEYS = frozenset({
     "head_bias", "init_std", "label_smoothing", "dropout",
 })  # fmt: skip  # of every model of tokens
 ATTENTION_KEYS = frozenset({
-    "heads", "kv_heads", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-    "position", "attention_dropout", "rope_scaling",
+    "heads", "kv_heads", "head_dim", "qk_norm", "qkv_bias", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "v_head_dim", "position", "attention_dropout", "rope_scaling",
 })  # fmt: skip
 ROPE_KEYS = frozenset({
     "rope_theta", "rope_factor", "rope_original_seq", "rope_low_factor", "rope_high_factor", "rope_beta_fast",
@@ -43,10 +43,20 @@ def kv_heads(model: ModelConfig) -> int:
     return model.kv_heads if model.kv_heads is not None else model.heads
 
 
+def head_dim(model: ModelConfig) -> int:
+    """Features of a head of plain attention: as given, else hidden / heads."""
+    return model.head_dim if model.head_dim is not None else model.hidden // model.heads
+
+
 def projections(model: ModelConfig) -> dict[str, int]:
     """Outputs of the attention's column-parallel layer, by name: q over all heads, k and v over the kv heads."""
-    kv_size = kv_heads(model) * (model.hidden // model.heads)
-    return {"q": model.hidden, "k": kv_size, "v": kv_size}
+    kv_size = kv_heads(model) * head_dim(model)
+    return {"q": model.heads * head_dim(model), "k": kv_size, "v": kv_size}
+
+
+def qkv_has_bias(model: ModelConfig) -> bool:
+    """Whether the projections to queries, keys and values have biases."""
+    return model.bias if model.qkv_bias is None else model.qkv_bias
 
 
 def expansions(model: ModelConfig, ffn: int) -> dict[str, int]:
@@ -60,13 +70,15 @@ def check(model: ModelConfig) -> list[Problem]:
     heads, hidden, grouped = model.heads, model.hidden, kv_heads(model)
     if model.kv_lora_rank is not None:
         return problems + _check_scaling(model)  # heads have sizes of their own
-    if hidden % heads:
+    if model.head_dim is None and hidden % heads:
         fix = f"model.hidden={max(heads, round(hidden / heads) * heads)}"
         message = f"model.hidden={hidden} does not divide into model.heads={heads}"
         problems.append(Problem(message, "model.hidden", fix, kind="arithmetic"))
-    elif model.position == "rope" and (hidden // heads) % 2:
-        message = f"rotary positions need an even head size; hidden / heads is {hidden // heads}"
-        problems.append(Problem(message, "model.hidden", f"model.hidden={2 * hidden}", kind="arithmetic"))
+    elif model.position == "rope" and head_dim(model) % 2:
+        size = "hidden / heads" if model.head_dim is None else "model.head_dim"
+        where, twice = ("model.hidden", hidden) if model.head_dim is None else ("model.head_dim", model.head_dim)
+        message = f"rotary positions need an even head size; {size} is {head_dim(model)}"
+        problems.append(Problem(message, where, f"{where}={2 * twice}", kind="arithmetic"))
     problems += _check_scaling(model)
     if heads % grouped:
         legal = min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - grouped))
@@ -132,6 +144,13 @@ def norm_layer(name: str, model: ModelConfig, features: int | None = None) -> La
     return LayerSpec(name, "norm", size, size, parameters)
 
 
+def _head_norm(name: str, model: ModelConfig, features: int) -> LayerSpec:
+    """The norm of every head's features, of `features` in all heads together."""
+    shape = (head_dim(model),)
+    parameters = weight_and_bias(name, shape, Initialiser("ones"), "per_head", norms_have_bias(model))
+    return LayerSpec(name, "per_head", features, features, parameters)
+
+
 def dropout_layer(name: str, model: ModelConfig) -> LayerSpec:
     """Dropout of elements of hidden."""
     return LayerSpec(name, "dropout", model.hidden, model.hidden)
@@ -140,12 +159,16 @@ def dropout_layer(name: str, model: ModelConfig) -> LayerSpec:
 def attention_layers(name: str, model: ModelConfig, out_initialiser: Initialiser) -> tuple[LayerSpec, ...]:
     """Self-attention: the projections, the output layer and its dropout."""
     sizes, hidden = latent_spec.latent_sizes(model), model.hidden
-    values = hidden if sizes is None else model.heads * sizes.value
+    values = model.heads * (head_dim(model) if sizes is None else sizes.value)
     if sizes is not None:
         opened = _latent_layers(name, model, sizes)
     else:
         heads = {"q": model.heads, "k": kv_heads(model), "v": kv_heads(model)}
-        opened = (column_layer(f"{name}.qkv", hidden, projections(model), model.bias, normal(model), heads),)
+        sizes_of, biased = projections(model), qkv_has_bias(model)
+        opened = (
+            column_layer(f"{name}.qkv", hidden, sizes_of, biased, normal(model), heads),
+            *(_head_norm(f"{name}.{part}_norm", model, sizes_of[part]) for part in "qk" if model.qk_norm),
+        )
     return (
         *opened,
         linear_layer(f"{name}.out", values, hidden, model.bias, out_initialiser, "row_parallel"),
@@ -219,7 +242,7 @@ def transformer_flops(layers: Iterable[LayerSpec], model: ModelConfig, expert_pr
     products = sum(layer.in_features * layer.out_features for layer in layers if layer.layer_role in roles)
     # Scores and their product with v, 2 s^2 h each; the causal half is counted too, as SC21 and every MFU figure does.
     sizes = latent_spec.latent_sizes(model)
-    features = 2 * model.hidden if sizes is None else model.heads * (sizes.head_dim + sizes.value)
+    features = model.heads * (2 * head_dim(model) if sizes is None else sizes.head_dim + sizes.value)
     return 2.0 * (products + expert_products) * model.seq + 2.0 * model.seq**2 * features
 
 
@@ -237,6 +260,7 @@ def transformer_spec(model: ModelConfig, vocab: int, blocks: tuple[BlockSpec, ..
         hidden=model.hidden,
         heads=model.heads,
         kv_heads=kv_heads(model),
+        head_dim=model.head_dim,
         seq=model.seq,
         num_layers=model.layers,
         activation=model.activation,

@@ -86,6 +86,7 @@ def features(plan: Plan) -> dict[str, object]:
         "a tied weight": bool(spec.tied),
         "fewer key and value heads than query heads": spec.kv_heads < spec.heads,
         "key and value heads on several ranks": plan.tensor.kv_copies > 1,
+        "heads of another width than hidden / heads": bool(spec.head_dim) and spec.qk_features != spec.hidden,
         "latent attention, of queries too": (spec.latent is not None, bool(spec.latent and spec.latent.q_rank)),
         "a vocabulary that does not divide": spec.vocab % mesh.size("tp") > 0,
         "context": (plan.context.kind, plan.context.order) if plan.context else None,
@@ -195,7 +196,7 @@ def _model(model: ModelConfig, plan: Plan, degrees: tuple[int, int, int], num_la
     return replace(
         model,
         layers=num_layers, hidden=hidden, heads=heads, kv_heads=kv_heads, vocab=vocab, mask_token=None,
-        **_latent_sizes(model, hidden),
+        head_dim=None if model.head_dim is None else _HEAD_SIZE + 2, **_latent_sizes(model, hidden),
         seq=4 * max(2, tp) * cp, ffn=None if model.ffn is None else 2 * hidden, experts=experts,
         expert_ffn=None if model.expert_ffn is None else hidden, dense_layers=min(1, model.dense_layers),
         shared_experts=min(1, model.shared_experts), router=router, rope_original_seq=min(8, model.rope_original_seq),

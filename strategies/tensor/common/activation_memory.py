@@ -40,6 +40,16 @@ def norm_bytes(num_rows: int, layer: LayerSpec, plan: Plan) -> int:
     return num_rows * (layer.in_features * compute + statistics)
 
 
+def head_norm_bytes(num_rows: int, outputs: int, layer: LayerSpec, plan: Plan) -> int:
+    """Inputs and statistics of the norms of heads behind a layer that gives `outputs` features of queries, keys and
+    values on this rank."""
+    norms = [x for x in plan.spec.pair_of[layer.name].inside if x.layer_role == "per_head"]
+    features = outputs * sum(x.in_features for x in norms) // layer.out_features
+    heads = features // (plan.spec.qk_features // plan.spec.heads)
+    compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+    return num_rows * (features * compute + heads * (accurate if plan.spec.norm == "rmsnorm" else 2 * compute))
+
+
 def attends(layer: LayerSpec) -> bool:
     """Does this column layer give q, k and v?"""
     return any(parameter.heads for parameter in layer.parameters)

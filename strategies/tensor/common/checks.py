@@ -31,7 +31,8 @@ def legal_sizes(key: str, size: int, parts: int, spec: ModelSpec) -> list[int]:
     """Return values of the size at `key` that divide by `parts`, as far as the rest of the model allows them."""
     if key == "model.heads" and not spec.latent:
         groups = spec.kv_heads if spec.kv_heads != spec.heads else 1  # as many as heads: they follow
-        return [heads for heads in divisors(spec.hidden) if heads % parts == 0 and heads % groups == 0]
+        possible = multiples(size, parts) if spec.head_dim else divisors(spec.hidden)
+        return [heads for heads in possible if heads % parts == 0 and heads % groups == 0]
     if key == "model.kv_heads":
         return [heads for heads in divisors(spec.heads) if heads % parts == 0]
     return multiples(size, parts) if key.startswith("model.") else []

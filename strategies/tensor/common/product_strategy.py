@@ -42,6 +42,7 @@ from .activation_memory import (
     attends,
     attention_bytes,
     follows_attention,
+    head_norm_bytes,
     local_numel,
     norm_bytes,
     recomputed,
@@ -205,7 +206,11 @@ class ProductStrategy(ProductTraffic):
             return rows * (INDEX + (MASK if masked else 0))
         if product is None or role not in MULTIPLY:
             return 0
-        return self._operands(layer, product, block, plan) + self._behind(layer, block, product, plan)
+        saved = self._operands(layer, product, block, plan) + self._behind(layer, block, product, plan)
+        if not plan.spec.normalises_heads or not attends(layer):
+            return saved
+        rows, outputs = product.y.local(plan.num_rows, 1, plan.mesh.sizes)[0], self.local_outputs(layer, product, plan)
+        return saved + head_norm_bytes(rows, outputs, layer, plan)
 
     def _gathered(self, layer: LayerSpec, product: Product, plan: Plan) -> dict[str, int]:
         """Elements of the operands that forward gathers and backward reads; of several gathers the last is largest."""

@@ -117,12 +117,13 @@ class GridRequest:
         request, spec = self.request, self.request.spec
         where = f"tp={request.tp} of kind {request.config.strategy.tensor.kind}"
         for layer in spec.layers():
-            if layer.parameters and layer.layer_role not in ROLES:
+            of_head = layer.layer_role == "per_head" and layer.name in spec.pair_of
+            if layer.parameters and layer.layer_role not in ROLES and not of_head:
                 role = next(iter(layer.possible_roles), "column_parallel")
                 message = f"layer {layer.name} has no layer role, and {where} splits what every layer reads"
                 return [common.wrong_role(message, request, layer.name, role)]
         for pair in spec.pairs:
-            reader = next((layer.name for layer in pair.inside if layer.parameters), None)
+            reader = next((x.name for x in pair.inside if x.parameters and x.layer_role != "per_head"), None)
             if reader:
                 opener = pair.columns[0].name
                 message = f"layer {reader} reads what {opener} has split over {where}: only a row_parallel layer may"
@@ -176,7 +177,7 @@ class GridRequest:
             subject = f"{key}={size} is not" if key.startswith("model.") else f"layer {key}: {size} features are not"
             message = f"{subject} divisible by {count} ({format_sizes(sizes)})"
             copies = key == "model.kv_heads" and size != spec.heads and count % size == 0
-            step = lcm(count, spec.heads or 1) if key == "model.hidden" else count
+            step = lcm(count, spec.heads or 1) if key == "model.hidden" and not spec.head_dim else count
             fixes = [either("tp", legal), either(key, nearest(size, common.legal_sizes(key, size, step, spec)))]
             fixes += ["" if legal else self._nearest_grid() or "layout=1d"]
             fixes += [f"{FORM}=auto"] if self.form not in ("auto", "cube") else []

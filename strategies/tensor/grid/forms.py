@@ -180,6 +180,8 @@ class FormChoice:
         size = parameter.shape[0]
         if not parameter.heads or size % parts == 0:
             return Misfit(self._key(size, layer.name), size, parts)
+        if self.spec.head_dim:
+            return Misfit("model.head_dim", self.spec.head_dim, parts // gcd(parts, parameter.heads))
         return Misfit("model.hidden", self.spec.hidden, self.spec.heads * (parts // gcd(parts, parameter.heads)))
 
     def _key(self, size: int, layer: str) -> str:

@@ -135,7 +135,8 @@ class GridStrategy(ProductStrategy):
         """A weight as its product holds it, a bias as Y's features, norms and positions as the features between blocks.
 
         Partial over the axes whose ranks see other samples: the rows of what the parameter is added to or multiplied
-        with, and 2.5d's depth. A parameter without a layer role (only at tp=1) is replicated.
+        with, and 2.5d's depth; of a norm of heads also over those whose ranks have other heads. A parameter without a
+        layer role (only at tp=1) is replicated.
         """
         product, num_dims = self.product_of(plan.spec.layer_of[parameter.name], plan), len(parameter.shape)
         if product is not None:
@@ -143,6 +144,9 @@ class GridStrategy(ProductStrategy):
         elif parameter.layer_role in ("norm", "position_embedding"):
             boundary = self.boundary(plan)
             layout = Layout((*((),) * (num_dims - 1), boundary.features), boundary.rows)
+        elif parameter.layer_role == "per_head":
+            split = self.activation_layout(plan.spec.layer_of[parameter.name], plan)
+            layout = Layout(((),) * num_dims, (*split.rows, *split.features))
         else:
             layout = Layout.replicated(num_dims)
         return Layout(layout.dims, tuple(axis for axis in layout.partial if plan.mesh.size(axis) > 1))
@@ -208,7 +212,7 @@ class GridStrategy(ProductStrategy):
         scatters = product.scatter_y is not None and plan.mesh.size(product.scatter_y.axis) > 1
         if plan.mesh.size(AXIS) == 1 or product.panels or not (scatters or overlaps(plan)):
             return 0
-        if plan.spec.learns_positions:
+        if plan.spec.learns_positions or plan.spec.normalises_heads:  # a norm of heads keeps what it reads
             return 0
         weights = [parameter for parameter in layer.parameters if len(parameter.shape) == 2]
         rotated = sum(weight.shape[0] for weight in weights[:-1])

@@ -39,7 +39,7 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
             assert product is not None, f"{name} multiplies"
             bound = MULTIPLYING[type(layer)](layer, product=product, mesh=mesh, options=options, tracker=tracker)
             replace_module(network, name, bound)
-        elif isinstance(layer, single_device.HiddenNorm):
+        elif isinstance(layer, single_device.HiddenNorm) and layer.layer_role == "norm":
             (axis,) = strategy.activation_layout(specs[name], plan).features
             if mesh.shape.size(axis) > 1:
                 replace_module(network, name, GridNorm(layer, group=mesh.group(axis)))

@@ -126,6 +126,7 @@ class ModelSpec:
     hidden: int = 0
     heads: int = 0
     kv_heads: int = 0
+    head_dim: int | None = None  # None: hidden / heads
     ffn: int = 0
     seq: int = 0
     num_layers: int = 0
@@ -136,7 +137,7 @@ class ModelSpec:
     mask_token: int | None = None
     experts: int = 0
     router: RouterSpec | None = None  # None: no layer has experts
-    latent: LatentSpec | None = None  # None: queries, keys and values are products of x, hidden / heads wide
+    latent: LatentSpec | None = None  # None: queries, keys and values are products of x, alike in width
     packed: bool = False
     hides_targets: bool = False
     attended: float | None = None
@@ -178,6 +179,11 @@ class ModelSpec:
         """Whether positions are embedded by a table, and not by rotating queries and keys."""
         return any(layer.layer_role == "position_embedding" for layer in self.layers())
 
+    @cached_property
+    def normalises_heads(self) -> bool:
+        """Whether attention normalises queries and keys of every head."""
+        return self.num_layers > 0 and any(layer.layer_role == "per_head" for layer in self.layers())
+
     @property
     def is_causal(self) -> bool:
         """Whether tokens attend to earlier ones only: not in a model that fills in masked tokens."""
@@ -191,12 +197,13 @@ class ModelSpec:
     @property
     def qk_features(self) -> int:
         """Features of the queries, or keys, of all query heads together: those that scores are sums over."""
-        return self.heads * self.latent.head_dim if self.latent else self.hidden
+        width = self.latent.head_dim if self.latent else self.head_dim
+        return self.heads * width if width else self.hidden
 
     @property
     def attention_features(self) -> int:
         """Features that attention multiplies by each score: those of queries and of values."""
-        return self.qk_features + (self.heads * self.latent.value if self.latent else self.hidden)
+        return self.qk_features + (self.heads * self.latent.value if self.latent else self.qk_features)
 
     @cached_property
     def has_convolutions(self) -> bool:

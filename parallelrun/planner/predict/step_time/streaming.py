@@ -58,7 +58,8 @@ def _of_transformer(block: BlockSpec, residual: float, plan: Plan, rates: Rates,
     biased = sum(
         plan.num_rows * layer.out_features / tp
         for layer in block.layers
-        if any(len(parameter.shape) == 1 for parameter in layer.parameters) and layer.layer_role != "norm"
+        if any(len(parameter.shape) == 1 for parameter in layer.parameters)
+        and layer.layer_role not in ("norm", "per_head")
     )
     moved_forward, moved_backward = (
         width
@@ -66,7 +67,7 @@ def _of_transformer(block: BlockSpec, residual: float, plan: Plan, rates: Rates,
             (SUMS[i] + 2 * NORM[i]) * residual
             + rotation[i] * rotated
             + JOINING[i] * joined
-            + NORM[i] * _latent_elements(plan)
+            + NORM[i] * (_latent_elements(plan) + _head_elements(block, plan))
             + ACTIVATION[spec.activation][i] * inside
         )
         for i in (0, 1)
@@ -85,7 +86,7 @@ def _turned_elements(plan: Plan) -> tuple[float, float]:
         turned = plan.num_rows * spec.latent.rope * (spec.heads / tp + 1)
         return turned, 3.0 * plan.num_rows * spec.qk_features / tp
     kv = spec.kv_heads / spec.heads if spec.heads and spec.kv_heads else 1.0
-    return (plan.num_rows * spec.hidden * (1 + kv) / tp if not plan.spec.learns_positions else 0.0), 0.0
+    return (plan.num_rows * spec.qk_features * (1 + kv) / tp if not plan.spec.learns_positions else 0.0), 0.0
 
 
 def _latent_elements(plan: Plan) -> float:
@@ -93,6 +94,11 @@ def _latent_elements(plan: Plan) -> float:
     latent = plan.spec.latent
     features = (latent.q_rank or 0) + latent.kv_rank if latent else 0
     return prod(plan.tensor.activation_layout(None, plan).local(plan.num_rows, features, plan.mesh.sizes))
+
+
+def _head_elements(block: BlockSpec, plan: Plan) -> float:
+    """Elements of queries and keys that have norms of their own."""
+    return plan.num_rows * sum(x.in_features for x in block.layers if x.layer_role == "per_head") / plan.mesh.size("tp")
 
 
 def recomputed(plan: Plan, forward: float) -> float:

@@ -58,6 +58,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "rope_mscale_all_dim": 1.0,
         "rope_original_seq": 10**6,
     },
+    "wide heads": LLAMA | {"head_dim": 10},
+    "narrow heads, one for keys, with biases": {"head_dim": 3, "kv_heads": 1, "hidden": 15},
+    "norms of heads": LLAMA | {"qk_norm": True, "head_dim": 6},
+    "norms of heads with biases": {"qk_norm": True},
+    "biases of queries, keys and values": LLAMA | {"qkv_bias": True},
+    "biases of all but queries, keys and values": {"qkv_bias": False},
     "experts": EXPERTS,
     "experts in groups": {
         **LLAMA,
@@ -106,6 +112,9 @@ def built(config: Config, vocab: int, precision: str = "fp64", seed: int = 3) ->
         ("llama2_13b", 13_015_864_320),
         ("llama3_8b", 8_030_261_248),
         ("llama3_70b", 70_553_706_496),
+        # The config.json and model.safetensors.index.json (total_size / 2 bytes) of Qwen/Qwen2-7B and Qwen/Qwen3-8B.
+        ("qwen2_7b", 7_615_616_512),
+        ("qwen3_8b", 8_190_735_360),
         ("mixtral_8x7b", 46_702_792_704),
         ("deepseek_v3", 671_026_419_200),
         ("deepseek_v2_lite", 15_706_484_224),
@@ -191,6 +200,9 @@ def test_every_rows_of_heads_are_marked() -> None:
         ({"hidden": 65, "heads": 8}, "model.hidden", "model.hidden=64"),
         ({"kv_heads": 3}, "model.kv_heads", "model.kv_heads=2"),
         ({"position": "rope", "hidden": 24, "heads": 8}, "model.hidden", "model.hidden=48"),
+        ({"position": "rope", "head_dim": 5}, "model.head_dim", "model.head_dim=10"),
+        (LATENT | {"head_dim": 8}, "model.head_dim", "leave model.head_dim out"),
+        (LATENT | {"qk_norm": True}, "model.qk_norm", "leave model.qk_norm out"),
         (LATENT | {"qk_rope_head_dim": 3}, "model.qk_rope_head_dim", "model.qk_rope_head_dim=4"),
         (LATENT | {"v_head_dim": 10}, "model.v_head_dim", "model.v_head_dim=9"),
         (LATENT | {"position": "learned"}, "model.position", "model.position=rope"),
@@ -201,7 +213,6 @@ def test_every_rows_of_heads_are_marked() -> None:
             "model.v_head_dim=N or leave model.kv_lora_rank and model.qk_nope_head_dim and model.qk_rope_head_dim out",
         ),
         ({"q_lora_rank": 4}, "model.kv_lora_rank", "model.kv_lora_rank=N or leave model.q_lora_rank out"),
-        ({"position": "rope", "rope_scaling": "yarn"}, "model.rope_scaling", "model.rope_scaling=linear"),
         (
             LATENT | {"rope_scaling": "yarn", "rope_beta_slow": 32.0},
             "model.rope_beta_fast",
@@ -262,13 +273,16 @@ def reference_norm(weights: dict, name: str, model: Any, x: Tensor) -> Tensor:
 def reference_attention(weights: dict, name: str, model: Any, x: Tensor) -> Tensor:
     if model.kv_lora_rank:
         return reference_latent_attention(weights, name, model, x)
-    size, group = model.hidden // model.heads, model.heads // (model.kv_heads or model.heads)
+    size = model.head_dim or model.hidden // model.heads
+    group = model.heads // (model.kv_heads or model.heads)
     q, k, v = (affine(weights, f"{name}.qkv.{part}", x) for part in "qkv")
     mixed = []
     for head in range(model.heads):
         mine = slice(head * size, (head + 1) * size)
         shared = slice(head // group * size, (head // group + 1) * size)
         query, key = q[..., mine], k[..., shared]
+        if model.qk_norm:
+            query, key = (reference_norm(weights, f"{name}.{p}_norm", model, x) for p, x in (("q", query), ("k", key)))
         if model.position == "rope":
             query, key = reference_rotation(query, model.rope_theta), reference_rotation(key, model.rope_theta)
         scores = query @ key.transpose(1, 2) / size**0.5

@@ -1,0 +1,74 @@
+"""The classes of transformers of the Qwen models that compute what a gpt does: Qwen2, Qwen3 and Qwen3Moe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from parallelrun.base.errors import Problem
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.models.gpt.dense_families import Decoder, decoder_table
+from parallelrun.models.gpt.expert_families import Mixtral, experts, routing_differences
+from parallelrun.models.hugging_face import Field, Fields, Piece
+from parallelrun.planner.model.model_spec import ModelSpec
+
+BASE = {"hidden_act": "silu", "use_sliding_window": False}
+
+
+class Qwen2(Decoder):
+    """Qwen2ForCausalLM (Qwen2, Qwen2.5): Llama with biases of queries, keys and values alone."""
+
+    model_type, architecture = "qwen2", "Qwen2ForCausalLM"
+    table = decoder_table(eps=1e-6, seq=32768, vocab=151936, kv_heads=32)
+    fixed: ClassVar[Mapping[str, Any]] = BASE
+    implied: ClassVar[Mapping[str, Any]] = {"bias": False, "qkv_bias": True}
+
+    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
+        return self.options(config, experts=(0,), bias=(False,), qkv_bias=(True,))
+
+    def values(self, fields: Fields) -> dict[str, Any]:
+        fields.drop("sliding_window", "max_window_layers")  # read by use_sliding_window alone
+        fields.expect_each("layer_types", "full_attention")
+        return super().values(fields)
+
+
+class Qwen3(Qwen2):
+    """Qwen3ForCausalLM: no biases, and a norm of the queries and keys of every head."""
+
+    model_type, architecture = "qwen3", "Qwen3ForCausalLM"
+    fixed: ClassVar[Mapping[str, Any]] = {**BASE, "attention_bias": False}
+    implied: ClassVar[Mapping[str, Any]] = {"bias": False, "qk_norm": True}
+    head_size: ClassVar[int | None] = 128
+
+    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
+        return self.options(config, experts=(0,), bias=(False,), qk_norm=(True,))
+
+
+class Qwen3Moe(Qwen3):
+    """Qwen3MoeForCausalLM: Qwen3 with experts, without shared ones."""
+
+    model_type, architecture = "qwen3_moe", "Qwen3MoeForCausalLM"
+    table = (
+        *decoder_table(eps=1e-6, seq=32768, vocab=151936, hidden=2048, layers=24, kv_heads=4),
+        Field("num_experts", "experts", int, 128),
+        Field("moe_intermediate_size", "expert_ffn", int, 768),
+        Field("decoder_sparse_step", "expert_period", int, 1),
+        Field("num_experts_per_tok", "router.top_k", int, 8),
+        Field("norm_topk_prob", "router.renormalise", {True: "before", False: "none"}, False),
+        Field("router_aux_loss_coef", "router.aux_coefficient", float, 0.001),
+    )
+    aliases: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
+    implied: ClassVar[Mapping[str, Any]] = {**Qwen3.implied, "dense_layers": 0, "shared_experts": 0}
+    head_size: ClassVar[int | None] = None
+    routing: ClassVar[Mapping[str, Any]] = {"kind": "top_k", "score": "softmax"}
+    routers: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **Mixtral.routers, "renormalise": ("none", "before", "after"), "jitter": (0.0,)
+    }  # fmt: skip
+
+    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
+        problems = self.options(config, bias=(False,), qk_norm=(True,), shared_experts=(0,), dense_layers=(0,))
+        return problems + routing_differences(spec, self.architecture, self.routers)
+
+    def expert_pieces(self, config: Config, ours: str, theirs: str) -> Iterator[Piece]:
+        yield Piece(f"{ours}.router.weight", f"{theirs}.mlp.gate.weight")
+        yield from experts(config, ours, theirs)

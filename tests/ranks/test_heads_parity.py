@@ -1,0 +1,53 @@
+"""Options of plain attention that published models have train on several ranks as on one device, and send what is
+predicted: heads of a size of their own, norms of heads, biases of queries, keys and values alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parity import assert_equal, parity
+from tests.plans import llama
+
+SEQUENCE_PARALLEL = {"strategy.tensor.sequence_parallel": True}
+FSDP = {"strategy.data.kind": "fsdp"}
+PLANS: dict[str, dict[str, Any]] = {
+    "fsdp": {"dp": 2, **FSDP},
+    "tp, sequence parallel": {"tp": 2, **SEQUENCE_PARALLEL},
+    "tp, more ranks than kv heads": {"tp": 4, "model.kv_heads": 2},
+    "2d": {"tp": 4, "layout": "2d"},
+    "2.5d": {"tp": 8, "layout": "2.5d", "global_batch": 16},
+    "3d": {"tp": 8, "layout": "3d", "global_batch": 16},
+    "cp, ring": {"cp": 2},
+    "cp, ulysses, tp": {"cp": 2, "tp": 2, "strategy.context.kind": "ulysses", "model.kv_heads": 4},
+    "ptdp": {"pp": 2, "tp": 2, "dp": 2, "global_batch": 16},
+    "zero bubble, 2d": {"pp": 2, "tp": 4, "layout": "2d", "strategy.pipeline.kind": "zero_bubble", "global_batch": 16},
+    "selective, tp": {"tp": 2, "recompute": "selective"},
+}
+WIDE = llama(model__head_dim=6)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_heads_of_a_size_of_their_own(plan: str) -> None:
+    assert_equal(parity({**WIDE, **PLANS[plan]}))
+
+
+NORMED = WIDE | {"model.qk_norm": True, "model.qkv_bias": True}
+EXPERTS: dict[str, Any] = {
+    "model.experts": 4, "model.expert_period": 1, "model.expert_ffn": 12, "model.own_router": True, "dp": 2, "ep": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_norms_of_heads_and_biases_of_their_projections(plan: str) -> None:
+    assert_equal(parity({**NORMED, **PLANS[plan]}))
+
+
+@pytest.mark.parametrize("more", [EXPERTS, EXPERTS | {"tp": 2}], ids=["ep", "ep, tp"])
+def test_norms_of_heads_beside_experts(more: dict[str, Any]) -> None:
+    assert_equal(parity({**NORMED, **more}))
+
+
+def test_layernorms_of_heads_with_biases_and_learned_positions() -> None:
+    assert_equal(parity({"model.qk_norm": True, "tp": 4, "layout": "2d"}))

@@ -1,0 +1,142 @@
+"""Models that transformers has made compute the same here, and what their classes have beyond ours is refused by the
+key of their config.json. (Our own models under transformers: `test_hugging_face.py`.)"""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parallelrun.base.errors import ConfigError
+from parallelrun.checkpoint.exchange.export import export
+from parallelrun.checkpoint.exchange.source import open_source
+from parallelrun.config.schema.model_schema import ModelConfig
+from parallelrun.models.gpt.dense_families import Llama
+from parallelrun.models.gpt.qwen_families import Qwen3, Qwen3Moe
+from parallelrun.models.transformer.modules import rotary
+from tests.exchange import SEQ, VOCAB, network_of, tokens
+from tests.extras import needs
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 24, "max_position_embeddings": SEQ, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None,
+}  # fmt: skip
+WIDE = {**SIZES, "head_dim": 8}
+LONG = {**SIZES, "hidden_size": 64}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+MADE: dict[str, tuple[str, dict[str, Any]]] = {  # by name: the class and its configuration
+    "llama, wide heads": ("Llama", WIDE),
+    "qwen2": ("Qwen2", SIZES),
+    "qwen2, tied": ("Qwen2", {**SIZES, "tie_word_embeddings": True}),
+    "qwen2, yarn": ("Qwen2", {**LONG, "rope_parameters": YARN}),
+    "qwen2, yarn, attention factor": ("Qwen2", {**LONG, "rope_parameters": {**YARN, "attention_factor": 1.3}}),
+    "qwen2, yarn, one mscale": ("Qwen2", {**LONG, "rope_parameters": {**YARN, "mscale": 0.5}}),
+    "qwen3": ("Qwen3", WIDE),
+    "qwen3_moe": ("Qwen3Moe", {**WIDE, **EXPERTS, "norm_topk_prob": True}),
+    "qwen3_moe, not normalised, dense layers": ("Qwen3Moe", {**WIDE, **EXPERTS, "decoder_sparse_step": 2}),
+}
+
+
+def made(case: str, folder: Path) -> Any:
+    """A model of transformers with random weights, norms and biases included, which is saved in `folder`."""
+    transformers, (kind, values) = import_module("transformers"), MADE[case]
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**values)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+def logits(source: Any, inputs: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return network_of(source.config, source.spec, source.weights)(inputs)
+
+
+@needs("transformers")
+@pytest.mark.parametrize("case", MADE)
+def test_a_model_of_transformers_computes_the_same_here_and_after_its_way_back(case: str, tmp_path: Path) -> None:
+    theirs = made(case, tmp_path / "theirs")
+    ours = open_source(tmp_path / "theirs", "directory")
+    with torch.no_grad():
+        wanted = theirs(tokens()).logits
+    assert wanted.std() > 0.1
+    assert (logits(ours, tokens()) - wanted).abs().max() < 1e-5 * max(1.0, float(wanted.abs().max()))
+    export(ours, tmp_path / "back", "hf", None, 10**9)
+    back, report = import_module("transformers").AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", output_loading_info=True
+    )
+    assert type(back) is type(theirs) and not report["missing_keys"] and not report["unexpected_keys"], report
+    with torch.no_grad():
+        assert torch.equal(back.eval()(tokens()).logits, wanted)
+
+
+SCALED: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 2.5},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": YARN,
+    "yarn, both mscales": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4},
+    "yarn, one mscale": {**YARN, "mscale_all_dim": 0.4},
+    "yarn, attention factor": {**YARN, "mscale": 0.7, "attention_factor": 1.3},
+    "yarn, one pair between": {**YARN, "beta_fast": 0.3, "beta_slow": 0.29},
+}
+
+
+@needs("transformers")
+@pytest.mark.parametrize("case", SCALED)
+def test_frequencies_are_those_of_transformers(case: str) -> None:
+    transformers = import_module("transformers")
+    functions = import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+    scaling = {"rope_theta": 100.0, "rope_type": case.partition(",")[0], **SCALED[case]}
+    config = transformers.LlamaConfig(**{**LONG, "head_dim": 32}, rope_parameters=scaling)
+    wanted, growth = functions[scaling["rope_type"]](config, torch.device("cpu"))
+    values = Llama().model_values({**LONG, "head_dim": 32, "rope_parameters": scaling}, "file")
+    ours = rotary(ModelConfig(**values))
+    found = ours.frequencies(16, torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    assert ours.growth == pytest.approx(growth, rel=1e-12)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2": {"model_type": "qwen2", **SIZES},
+    "qwen3": {"model_type": "qwen3", **WIDE},
+    "qwen3_moe": {"model_type": "qwen3_moe", **WIDE, **EXPERTS},
+}
+
+
+@pytest.mark.parametrize(
+    "family, fields, said",
+    [
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True, and only False"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is ['full_attention', 'slid"),
+        ("qwen3", {"attention_bias": True}, "attention_bias is True, and only False"),
+        ("qwen3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling is {'rope_type': 'dynamic'"),
+        ("qwen3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate is False, and only True"),
+        ("qwen3", {"rope_scaling": {**YARN, "attention_factor": 0.5}}, "attention_factor is 0.5, and only one above 1"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers is [1]"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size is 8, a field that"),
+    ],
+)
+def test_what_a_class_has_beyond_ours_is_refused_by_its_field(family, fields, said, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[family], **fields}))
+    with pytest.raises(ConfigError) as caught:
+        open_source(tmp_path, "directory")
+    assert any(said in problem.what for problem in caught.value.problems), caught.value
+
+
+def test_a_field_that_a_file_leaves_out_has_the_default_of_its_class() -> None:
+    bare = {"intermediate_size": 24}
+    assert Qwen3().model_values({**bare, "hidden_size": 1024, "num_attention_heads": 16}, "file")["head_dim"] == 128
+    moe = Qwen3Moe().model_values(bare, "file")
+    assert (moe["vocab"], moe["hidden"], moe["kv_heads"], moe["router"]["renormalise"]) == (151936, 2048, 4, "none")
