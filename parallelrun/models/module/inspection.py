@@ -29,6 +29,7 @@ from parallelrun.planner.model.model_spec import MEASURED, BlockSpec, Initialise
 
 OWN = Initialiser("own")
 RUN_PARAMETERS = 300_000_000  # larger modules are not built to run one sample through them
+IMAGE_SIZE = 224  # where neither the images nor the module have one
 CHECKED_PARAMETERS = 20_000_000  # larger modules are not run on real numbers: that would take seconds
 Sizes = tuple[int, ...]
 
@@ -142,12 +143,23 @@ def _samples(config: Config, module: nn.Module) -> tuple[str, Sizes]:
         return "tokens", (config.model.seq,)
     shape = _attribute(module, "sample_shape")
     if shape is None or callable(shape):  # a method of that name is no size
-        return "features", (config.model.hidden,)
+        shape = _image_shape(config, module) or (config.model.hidden,)
     if not isinstance(shape, (tuple, list)) or not shape or not all(type(size) is int and size > 0 for size in shape):
         title = source.builder_of(config).title(config)
         message = f"sample_shape={shape!r} of {title} is no shape of a sample, such as (3, 32, 32)"
         raise ConfigError(Problem(message, "model.source", "sample_shape = (channels, height, width), or (features,)"))
     return "images" if len(shape) == 3 else "features", tuple(shape)
+
+
+def _image_shape(config: Config, module: nn.Module) -> Sizes | None:
+    """Return the shape of the dataset's images as a module that begins with a convolution reads them: its channels, and
+    the size of `model.image`, of its attribute `image_size`, or of the images. None for other data and modules."""
+    images = dataset(config).image_shape(config)
+    first = next((part for part in module.modules() if isinstance(part, nn.Conv2d)), None)
+    if images is None or first is None:
+        return None
+    size = config.model.image or _number(module, "image_size") or images[1] or IMAGE_SIZE
+    return first.in_channels, size, size
 
 
 def _example(config: Config, kind: str, shape: Sizes, device: str) -> Any:

@@ -14,7 +14,7 @@ class UserModuleDefinition(ModelDefinition):
 
     own_keys = frozenset({
         "source", "loss", "roles", "blocks", "arguments", "vocab", "seq", "hidden", "layers", "heads",
-        "label_smoothing", "norm_samples", "lora",
+        "label_smoothing", "norm_samples", "lora", "image",
     })  # fmt: skip
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
