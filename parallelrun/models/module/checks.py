@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -15,6 +17,7 @@ from parallelrun.planner.contract.classes import tensor_strategy
 from parallelrun.planner.model.model_spec import ModelSpec
 
 Sizes = tuple[int, ...]
+USELESS = 0.75  # part of the parameters in one block above which a pipeline gains nothing
 SPLIT_ROLES = ("column_parallel", "row_parallel")
 
 
@@ -87,6 +90,19 @@ def check_split(device: str, config: Config, vocab: int, kind: str, shape: Sizes
             )
             fix = "drop before heads are split or after they are joined; probabilities of attention cannot be dropped"
             raise undefined(message, fix, "model.roles")
+
+
+def check_useful_cut(module: nn.Module, names: Sequence[str]) -> None:
+    """Raise ConfigError where one block holds a list of layers and most of the module's parameters."""
+    total = sum(parameter.numel() for parameter in module.parameters())
+    for name in names:
+        block = module.get_submodule(name)
+        layers_of = [path for path, part in block.named_modules() if isinstance(part, nn.ModuleList) and len(part) > 1]
+        if layers_of and sum(parameter.numel() for parameter in block.parameters()) > USELESS * total:
+            path = f"{name}.{layers_of[0]}"
+            message = f"block {name} holds the {len(block.get_submodule(layers_of[0]))} layers of {path}: one stage"
+            message += " would compute nearly all"
+            raise undefined(message, f"model.blocks with {path}.* and what is around it")
 
 
 def divide(part: nn.Module, tp: int) -> bool:

@@ -71,6 +71,8 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
         source.apply_roles(module, config, torch.float32)
     module.eval()
     names = list(how.blocks) if how else network.block_names(module, patterns, where) or [""]
+    if (config.pp or 1) > 1:
+        checks.check_useful_cut(module, names)
     kind, shape = _samples(config, module)
     width = BYTES[TABLE[config.precision.name].compute]
     if config.model.loss and patterns:

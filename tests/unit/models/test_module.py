@@ -18,6 +18,7 @@ from parallelrun.models import dropout, initialise, recompute
 from parallelrun.models.local_tokens import LocalTokens, hold
 from parallelrun.models.module import network, source, spec
 from parallelrun.models.network import Network, compile_blocks
+from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.training.loop.build import build
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
@@ -405,3 +406,12 @@ def test_a_module_that_cannot_be_measured_on_meta_leaves_nothing_switched_on() -
     source = FILE.with_name("other_nets.py")
     spec.MODEL.make(config(model__source=f"{source}:shaped", model__arguments={"reads_values": True}), 32)
     assert not nn_module._global_forward_pre_hooks and not nn_module._global_forward_hooks
+
+
+def test_a_cut_that_leaves_all_layers_in_one_stage_is_refused_by_the_name_of_their_list():
+    nets = Path(__file__).parents[1] / "other_nets.py"
+    module = {"model.name": "module", "model.preset": "module", "model.source": f"{nets}:nested", "model.vocab": None}
+    cut = {"model.blocks": ["body", "head"], "pp": 2, "dataset.name": "pystdlib", "dataset.vocab": None}
+    with pytest.raises(ConfigError, match=r"holds the 100 layers of body\.layers") as refusal:
+        resolve(tiny_config({**module, **cut}))
+    assert "body.layers.*" in refusal.value.problems[0].suggestion
