@@ -62,6 +62,7 @@ CASES: dict[str, dict[str, Any]] = {  # by the class of transformers, and more t
         "model.rope_original_seq": 16, "model.rope_mscale": 1.5,
     },
     "LlamaForCausalLM, wide heads": {**LLAMA, "model.head_dim": 6},
+    "MistralForCausalLM": {**LLAMA, "model.window": 3},
     "MixtralForCausalLM": MIXTRAL,
     "Glm4MoeForCausalLM": DEEPSEEK,
     "Glm4MoeForCausalLM, without selection biases": {

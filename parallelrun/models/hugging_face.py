@@ -213,6 +213,10 @@ class Fields:
         """Note a problem unless `key` has one of the allowed values, the first of which is the default."""
         self.translate(key, dict.fromkeys(allowed), allowed[0])
 
+    def take_or_null(self, key: str, kind: type, default: Any) -> Any:
+        """As `take`, but null is a value of its own."""
+        return self.take(key, kind, None if key in self._left and self._left[key] is None else default)
+
     def drop(self, *keys: str) -> None:
         """Leave fields out that change nothing under the values of others."""
         for key in keys:

@@ -1,4 +1,4 @@
-"""The classes of transformers without experts that compute what a gpt does: GPT-2 and Llama."""
+"""The classes of transformers without experts that compute what a gpt does: GPT-2, Llama and Mistral."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Gpt2(Family):
         allowed = {"norm": ("layernorm",), "position": ("learned",), "activation": tuple(dict.fromkeys(GELUS.values())),
                    "bias": (True,), "norm_bias": (None, True), "head_bias": (False,), "experts": (0,),
                    "kv_heads": (None, model.heads), "head_dim": (None, model.hidden // model.heads),
-                   "qk_norm": (False,), "qkv_bias": (None, True)}  # fmt: skip
+                   "qk_norm": (False,), "qkv_bias": (None, True), "window": (None,)}  # fmt: skip
         return options(model, "model", self.architecture, allowed)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
@@ -106,7 +106,8 @@ class Decoder(Family):
     def options(self, config: Config, **allowed: tuple[Any, ...]) -> list[Problem]:
         """The problems of `config.model` with a class that knows the options of Llama, and of others the allowed."""
         llama = {"norm": ("rmsnorm",), "position": ("rope",), "activation": ("swiglu",), "head_bias": (False,),
-                 "kv_lora_rank": (None,), "qk_norm": (False,), "qkv_bias": (None, config.model.bias)}  # fmt: skip
+                 "kv_lora_rank": (None,), "qk_norm": (False,), "qkv_bias": (None, config.model.bias),
+                 "window": (None,)}  # fmt: skip
         return options(config.model, "model", self.architecture, llama | allowed)
 
     def head_dim(self, model: Mapping[str, Any]) -> int:
@@ -177,6 +178,22 @@ class Llama(Decoder):
         values = super().values(fields)
         fields.expect("mlp_bias", values["bias"])
         return values
+
+
+class Mistral(Decoder):
+    """MistralForCausalLM: Llama without biases, and with a sliding window."""
+
+    model_type, architecture = "mistral", "MistralForCausalLM"
+    table = decoder_table(eps=1e-6, seq=131072, kv_heads=8)
+
+    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
+        return self.options(config, experts=(0,), bias=(False,), window=(config.model.window,))
+
+    def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
+        return {**super().fields(config, spec), "sliding_window": config.model.window}
+
+    def values(self, fields: Fields) -> dict[str, Any]:
+        return {**super().values(fields), "window": fields.take_or_null("sliding_window", int, 4096)}
 
 
 def rope_fields(model: ModelConfig, more: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -99,8 +99,9 @@ class ModelSpec:
     targets_per_sample: loss terms of a sample (seq for gpt, 1 for a classifier). tied: (copy, original) names of
     parameters that are one logical tensor; `parameters` lists only the original. mask_token: for masked
     language models, the id of [MASK], which does not occur in the data. packed: samples consist of documents, each
-    attending to itself, and padding. attended: the tokens of its document that a token has on average, where they
-    are known; None: seq. documents: the lengths of the documents of some samples, where they are known.
+    attending to itself, and padding. window: the keys that a token sees; None: all before it. attended: the tokens
+    of its document, or window, that a token has on average, where they are known; None: seq. documents: the lengths
+    of the documents of some samples, where they are known.
     """
 
     name: str
@@ -125,6 +126,7 @@ class ModelSpec:
     experts: int = 0
     router: RouterSpec | None = None  # None: no layer has experts
     latent: LatentSpec | None = None  # None: queries, keys and values are products of x, alike in width
+    window: int | None = None
     packed: bool = False
     attended: float | None = None
     documents: tuple[tuple[int, ...], ...] = ()

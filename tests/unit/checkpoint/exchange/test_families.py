@@ -16,10 +16,10 @@ from parallelrun.base.errors import ConfigError
 from parallelrun.checkpoint.exchange.export import export
 from parallelrun.checkpoint.exchange.source import open_source
 from parallelrun.config.schema.model_schema import ModelConfig
-from parallelrun.models.gpt.dense_families import Llama
+from parallelrun.models.gpt.dense_families import Llama, Mistral
 from parallelrun.models.gpt.qwen_families import Qwen3, Qwen3Moe
 from parallelrun.models.transformer.modules import rotary
-from tests.exchange import SEQ, VOCAB, network_of, tokens
+from tests.exchange import SEQ, VOCAB, make, network_of, tokens
 from tests.extras import needs
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -36,6 +36,7 @@ YARN: dict[str, Any] = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 MADE: dict[str, tuple[str, dict[str, Any]]] = {  # by name: the class and its configuration
     "llama, wide heads": ("Llama", WIDE),
+    "mistral": ("Mistral", {**SIZES, "sliding_window": 3}),
     "qwen2": ("Qwen2", SIZES),
     "qwen2, tied": ("Qwen2", {**SIZES, "tie_word_embeddings": True}),
     "qwen2, yarn": ("Qwen2", {**LONG, "rope_parameters": YARN}),
@@ -133,6 +134,14 @@ def test_what_a_class_has_beyond_ours_is_refused_by_its_field(family, fields, sa
     with pytest.raises(ConfigError) as caught:
         open_source(tmp_path, "directory")
     assert any(said in problem.what for problem in caught.value.problems), caught.value
+
+
+def test_a_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
+    fields = {"model_type": "mistral", **SIZES}
+    assert Mistral().model_values({**fields, "sliding_window": None}, "file")["window"] is None
+    assert Mistral().model_values(fields, "file")["window"] == 4096
+    export(make("MistralForCausalLM", **{"model.window": None}), tmp_path / "out", "hf", None, 10**9)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
 def test_a_field_that_a_file_leaves_out_has_the_default_of_its_class() -> None:
