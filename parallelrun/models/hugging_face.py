@@ -316,9 +316,11 @@ def options(values: Any, section: str, family: str, allowed: Mapping[str, tuple[
 
 
 def family_for(config: Config, spec: ModelSpec) -> Family:
-    """The family that computes what the model does. Raises ConfigError with what differs from each."""
+    """The family that computes what the model does, that of `model.from_hf` if it does. Raises ConfigError with what
+    differs from each."""
     problems: list[Problem] = []
-    for family in from_hf.families_of(config.model.name):
+    families = from_hf.families_of(config.model.name)
+    for family in sorted(families, key=lambda family: family.model_type != config.model.preset):
         differences: list[Problem] = family.differences(config, spec)
         if not differences:
             assert isinstance(family, Family), f"{family} of model {config.model.name} is no Family"

@@ -88,6 +88,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rotary": {"model.position": "rope"},
     "learned": {"model.position": "learned"},
     "grouped": {"model.position": "rope", "model.kv_heads": 2},
+    "window": {"model.position": "rope", "model.kv_heads": 2, "model.window": 3},
     "bert": {"model.name": "bert", "model.preset": "bert", "dataset.vocab": 31},
 }
 

@@ -37,6 +37,9 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 MADE: dict[str, tuple[str, dict[str, Any]]] = {  # by name: the class and its configuration
     "llama, wide heads": ("Llama", WIDE),
     "mistral": ("Mistral", {**SIZES, "sliding_window": 3}),
+    "mistral, no window": ("Mistral", {**SIZES, "sliding_window": None}),
+    "phi3": ("Phi3", SIZES),
+    "phi3, window": ("Phi3", {**SIZES, "sliding_window": 3}),
     "qwen2": ("Qwen2", SIZES),
     "qwen2, tied": ("Qwen2", {**SIZES, "tie_word_embeddings": True}),
     "qwen2, yarn": ("Qwen2", {**LONG, "rope_parameters": YARN}),
@@ -110,6 +113,7 @@ def test_frequencies_are_those_of_transformers(case: str) -> None:
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    "phi3": {"model_type": "phi3", **SIZES},
     "qwen2": {"model_type": "qwen2", **SIZES},
     "qwen3": {"model_type": "qwen3", **WIDE},
     "qwen3_moe": {"model_type": "qwen3_moe", **WIDE, **EXPERTS},
@@ -121,6 +125,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     [
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True, and only False"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is ['full_attention', 'slid"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}},
+            "rope_scaling is",
+        ),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75"),
         ("qwen3", {"attention_bias": True}, "attention_bias is True, and only False"),
         ("qwen3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling is {'rope_type': 'dynamic'"),
         ("qwen3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate is False, and only True"),
