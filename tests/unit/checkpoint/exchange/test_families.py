@@ -125,11 +125,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     [
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True, and only False"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is ['full_attention', 'slid"),
-        (
-            "phi3",
-            {"rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}},
-            "rope_scaling is",
-        ),
+        ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "rope_scaling is {'type': 'longrope'"),
+        ("phi3", {"rope_scaling": YARN}, "rope_scaling is yarn, and phi3 with default frequencies alone"),
         ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75"),
         ("qwen3", {"attention_bias": True}, "attention_bias is True, and only False"),
         ("qwen3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling is {'rope_type': 'dynamic'"),
