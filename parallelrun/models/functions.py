@@ -143,9 +143,10 @@ def attend_with_dropout(
     scores = (query @ key.transpose(-2, -1)) * query.size(-1) ** -0.5
     scores = scores.to(accurate_dtype(scores.dtype))
     if causal:
-        seq = scores.size(-1)
-        seen = window_mask(seq, seq, 0, seq if window is None else window, scores.device)
-        scores = scores.masked_fill(~seen, float("-inf"))
+        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        if window is not None:
+            unseen |= torch.ones_like(unseen).tril(-window)
+        scores = scores.masked_fill(unseen, float("-inf"))
     probabilities = torch.softmax(scores, dim=-1).to(query.dtype)
     return drop(probabilities, keep, rate) @ value
 

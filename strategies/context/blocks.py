@@ -113,11 +113,12 @@ def _scores(query: Tensor, key: Tensor, rows: slice, tile: Tile) -> Tensor:
     """Scores (batch, heads, rows, keys), in at least fp32, -inf where a query does not see the key."""
     scores = (query @ key.transpose(-2, -1)) * query.size(-1) ** -0.5
     scores = cast(scores, accurate_dtype(scores.dtype))
-    every = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
     if tile.causal:
-        scores = scores.masked_fill(every.triu(1 + rows.start), float("-inf"))
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + rows.start)
+        scores = scores.masked_fill(future, float("-inf"))
     if tile.oldest is not None:
-        scores = scores.masked_fill(every.tril(tile.oldest + rows.start), float("-inf"))
+        behind = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(tile.oldest + rows.start)
+        scores = scores.masked_fill(behind, float("-inf"))
     return scores
 
 

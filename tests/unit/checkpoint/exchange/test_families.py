@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from parallelrun.base.errors import ConfigError
 from parallelrun.checkpoint.exchange.export import export
 from parallelrun.checkpoint.exchange.source import open_source
+from parallelrun.config import presets
+from parallelrun.config.from_hf import filled
 from parallelrun.config.schema.model_schema import ModelConfig
 from parallelrun.models.gpt.dense_families import Llama, Mistral
 from parallelrun.models.gpt.qwen_families import Qwen3, Qwen3Moe
@@ -110,6 +113,43 @@ def test_frequencies_are_those_of_transformers(case: str) -> None:
     found = ours.frequencies(16, torch.float32, torch.device("cpu"))
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
     assert ours.growth == pytest.approx(growth, rel=1e-12)
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {  # the config.json of the model on Hugging Face
+    "qwen3_8b": {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128,
+        "bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 12288, "max_position_embeddings": 40960,
+        "max_window_layers": 36, "model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 36,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+        "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "qwen2_7b": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "vocab_size": 152064,
+        "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02,
+        "intermediate_size": 18944, "max_position_embeddings": 32768, "max_window_layers": 28, "model_type": "qwen2",
+        "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False, "use_cache": True,
+        "torch_dtype": "bfloat16", "use_sliding_window": False,
+    },
+    "mistral_7b": {
+        "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 32000,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_are_the_published_models(preset: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[preset]))
+    from_file = filled(ModelConfig(from_hf=str(tmp_path)))
+    values = presets.values("model", preset) | {"preset": from_file.preset, "description": ""}
+    wanted = replace(ModelConfig(), **values, from_hf=from_file.from_hf)
+    assert replace(from_file, head_dim=from_file.head_dim or values.get("head_dim")) == wanted
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
