@@ -62,6 +62,8 @@ CASES: dict[str, dict[str, Any]] = {  # by the class of transformers, and more t
         "model.rope_original_seq": 16, "model.rope_mscale": 1.5,
     },
     "LlamaForCausalLM, wide heads": {**LLAMA, "model.head_dim": 6},
+    "MistralForCausalLM": {**LLAMA, "model.window": 3},
+    "Phi3ForCausalLM": {**LLAMA, "model.preset": "phi3"},
     "MixtralForCausalLM": MIXTRAL,
     "Glm4MoeForCausalLM": DEEPSEEK,
     "Glm4MoeForCausalLM, without selection biases": {
@@ -114,7 +116,7 @@ class InMemory(Weights):
 
 def make(case: str, vocab: int = VOCAB, **more: Any) -> StoredModel:
     """The source of a case's model: random weights of a size at which every difference shows."""
-    config = narrow_config({"model.layers": 2, **CASES[case], "model.preset": "made", "model.vocab": vocab, **more})
+    config = narrow_config({"model.layers": 2, "model.preset": "made", **CASES[case], "model.vocab": vocab, **more})
     spec = definitions.model(config).make(config, vocab)
     generator = torch.Generator().manual_seed(5)
     tensors = {name: torch.randn(one.shape, generator=generator) * 0.4 for name, one in spec.parameters.items()}

@@ -160,11 +160,19 @@ class _DocumentAttention(torch.autograd.Function):
         return (*gradients, None, None)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, documents: DocumentBounds, causal: bool) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, documents: DocumentBounds, causal: bool, window: int | None = None
+) -> Tensor:
     """Attention (samples, heads, seq, head_dim) of every document to itself; 0 in padding."""
-    if torch_private.has_fused_attention(query, key):
+    if window is not None and window >= max(map(max, filter(None, documents.lengths)), default=0):
+        window = None
+    if window is None and torch_private.has_fused_attention(query, key):
         return apply(_DocumentAttention, query, key, value, documents, causal)
-    return attend_each(query, key, value, documents, lambda q, k, v, sample, start: functions.attend(q, k, v, causal))
+
+    def attend_one(q: Tensor, k: Tensor, v: Tensor, sample: int, start: int) -> Tensor:
+        return functions.attend(q, k, v, causal, window)
+
+    return attend_each(query, key, value, documents, attend_one)
 
 
 # Called with query, key and value of one document, (1, heads, length, head_dim), its sample and its first token.

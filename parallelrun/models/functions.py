@@ -18,6 +18,7 @@ from torch.nn import functional
 from parallelrun.models import fused_norms
 from parallelrun.models.autograd import apply
 from parallelrun.models.rounding import rounded
+from parallelrun.planner.model.model_spec.attention import WINDOW_PART
 
 ACCURATE = (torch.float32, torch.float64)
 
@@ -88,14 +89,53 @@ def drop(x: Tensor, keep: Tensor, rate: float) -> Tensor:
     return torch.where(keep, x * (1.0 / (1.0 - rate)), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool = True) -> Tensor:
-    """Attention (batch, heads, seq, head_dim); fewer key/value heads serve groups of query heads."""
+def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool = True, window: int | None = None) -> Tensor:
+    """Attention (batch, heads, seq, head_dim); fewer key/value heads serve groups of query heads.
+
+    window: a query sees its own key and the window - 1 keys before it; None: all. Not causal: the last query alone.
+    """
+    if window is not None and window < key.size(2):
+        if causal:
+            return _attend_in_window(query, key, value, window)
+        key, value = key[:, :, -window:], value[:, :, -window:]
     grouped = query.size(1) != key.size(1)
     return functional.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
 
 
+def _attend_in_window(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+    """Causal attention by parts of the queries, each to the keys that some of them see: no tensor has seq x seq
+    elements. The result has the heads of a token together."""
+    seq, size, outputs = query.size(2), max(window, WINDOW_PART), []
+    masks: dict[tuple[int, int], Tensor] = {}
+    for start in range(0, seq, size):
+        stop, first = min(start + size, seq), max(0, start - window + 1)
+        shape = stop - start, stop - first
+        if shape not in masks:
+            seen = window_mask(*shape, start - first, window, query.device)
+            masks[shape] = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, float("-inf"))
+        out = functional.scaled_dot_product_attention(
+            query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop], masks[shape],
+            enable_gqa=query.size(1) != key.size(1),
+        )  # fmt: skip
+        outputs.append(out.transpose(1, 2))
+    return torch.cat(outputs, 1).transpose(1, 2)
+
+
+def window_mask(queries: int, keys: int, offset: int, window: int, device: torch.device) -> Tensor:
+    """bool (queries, keys): whether query i, at position offset + i among the keys, sees key j."""
+    places = torch.arange(offset, offset + queries, device=device).unsqueeze(1)
+    distance = places - torch.arange(keys, device=device)
+    return (distance >= 0) & (distance < window)
+
+
 def attend_with_dropout(
-    query: Tensor, key: Tensor, value: Tensor, keep: Tensor, rate: float, causal: bool = True
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keep: Tensor,
+    rate: float,
+    causal: bool = True,
+    window: int | None = None,
 ) -> Tensor:
     """The same, computed explicitly, with dropped probabilities. keep: bool (batch, heads, query, key)."""
     group = query.size(1) // key.size(1)
@@ -103,8 +143,10 @@ def attend_with_dropout(
     scores = (query @ key.transpose(-2, -1)) * query.size(-1) ** -0.5
     scores = scores.to(accurate_dtype(scores.dtype))
     if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
+        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        if window is not None:
+            unseen |= torch.ones_like(unseen).tril(-window)
+        scores = scores.masked_fill(unseen, float("-inf"))
     probabilities = torch.softmax(scores, dim=-1).to(query.dtype)
     return drop(probabilities, keep, rate) @ value
 

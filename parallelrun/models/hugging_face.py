@@ -213,6 +213,10 @@ class Fields:
         """Note a problem unless `key` has one of the allowed values, the first of which is the default."""
         self.translate(key, dict.fromkeys(allowed), allowed[0])
 
+    def take_or_null(self, key: str, kind: type, default: Any) -> Any:
+        """As `take`, but null is a value of its own."""
+        return self.take(key, kind, None if key in self._left and self._left[key] is None else default)
+
     def drop(self, *keys: str) -> None:
         """Leave fields out that change nothing under the values of others."""
         for key in keys:
@@ -312,9 +316,11 @@ def options(values: Any, section: str, family: str, allowed: Mapping[str, tuple[
 
 
 def family_for(config: Config, spec: ModelSpec) -> Family:
-    """The family that computes what the model does. Raises ConfigError with what differs from each."""
+    """The family that computes what the model does, that of `model.from_hf` if it does. Raises ConfigError with what
+    differs from each."""
     problems: list[Problem] = []
-    for family in from_hf.families_of(config.model.name):
+    families = from_hf.families_of(config.model.name)
+    for family in sorted(families, key=lambda family: family.model_type != config.model.preset):
         differences: list[Problem] = family.differences(config, spec)
         if not differences:
             assert isinstance(family, Family), f"{family} of model {config.model.name} is no Family"

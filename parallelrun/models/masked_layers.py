@@ -92,7 +92,7 @@ class AttentionOverRanks(Protocol):
 class AttentionProduct(_HashMasked):
     """Attention on (batch, heads, seq, head_dim), causal or bidirectional. With a rate above 0, probabilities are
     dropped by hash over (head, query, key) and attention is computed explicitly, in memory of seq x seq per head. Of
-    packed documents, each attends to itself alone.
+    packed documents, each attends to itself alone. window: see `functions.attend`.
 
     head_offset: the global index of the first query head held here; set by the tensor strategy. over_ranks: computes it
     where other ranks hold tokens too; set by the context strategy.
@@ -101,9 +101,17 @@ class AttentionProduct(_HashMasked):
     layer_role = "attention"
     uncompiled = ("_of_documents",)  # they differ from batch to batch
 
-    def __init__(self, rate: float, seed: int, site: str, compute_dtype: torch.dtype, causal: bool = True):
+    def __init__(
+        self,
+        rate: float,
+        seed: int,
+        site: str,
+        compute_dtype: torch.dtype,
+        causal: bool = True,
+        window: int | None = None,
+    ):
         super().__init__(rate, seed, site, compute_dtype)
-        self.causal = causal
+        self.causal, self.window = causal, window
         self.head_offset = 0
         self.over_ranks: AttentionOverRanks | None = None
 
@@ -118,14 +126,14 @@ class AttentionProduct(_HashMasked):
         if packed.SCOPE.documents is not None:
             return self._of_documents(query, key, value)
         if not (self.rate and self.active):
-            return attend(query, key, value, self.causal)
+            return attend(query, key, value, self.causal, self.window)
         return self._dropped(query, key, value, self.sample_ids(query.size(0)), 0, query.size(2))
 
     def _of_documents(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         documents = self.documents()
         assert documents is not None
         if not self.active:
-            return packed.attend(query, key, value, documents, self.causal)
+            return packed.attend(query, key, value, documents, self.causal, self.window)
         ids, seq = self.sample_ids(query.size(0)), query.size(2)
 
         def attend_one(q: Tensor, k: Tensor, v: Tensor, sample: int, start: int) -> Tensor:
@@ -140,4 +148,5 @@ class AttentionProduct(_HashMasked):
         each_head = torch.arange(self.head_offset, self.head_offset + heads, device=query.device) * seq
         rows = (each_head.unsqueeze(1) + columns).flatten()
         keep = masks.keep_mask(self.key, ids, rows, columns, self.rate)
-        return attend_with_dropout(query, key, value, keep.view(batch, heads, size, size), self.rate, self.causal)
+        kept = keep.view(batch, heads, size, size)
+        return attend_with_dropout(query, key, value, kept, self.rate, self.causal, self.window)

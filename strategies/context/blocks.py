@@ -16,9 +16,8 @@ from torch import Tensor
 from parallelrun.distributed import torch_private
 from parallelrun.models.functions import accurate_dtype, cast, drop
 
+from .blockwise_plan import ROWS
 from .tiles import Tile
-
-ROWS = 512  # queries that the explicit form computes at a time: it holds ROWS x keys scores for each head
 
 # (samples, queries, keys), both by index among the tokens of their ranks -> whether to keep each probability, bool
 # (samples, heads, queries, keys)
@@ -42,7 +41,7 @@ def attend_to_block(
     out: (batch, heads, tile's queries, head_dim) as query; log-sum-exp: (batch, heads, tile's queries), at least fp32.
     """
     query, key, value = _cut(query, key, value, tile)
-    if dropped is None and torch_private.has_fused_attention(query, key):
+    if dropped is None and tile.oldest is None and torch_private.has_fused_attention(query, key):
         return torch_private.fused_attention(query, key, value, tile.causal)
     parts = [_explicit(*rows, key, value, tile, dropped) for rows in _row_parts(query)]
     return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
@@ -62,7 +61,7 @@ def block_gradients(
     rows, num_kv_heads = tile.query, key.size(1)
     query, key, value = _cut(query, key, value, tile)
     grad, out, lse = (tensor[tile.samples, :, rows] for tensor in (grad, out, lse))
-    if dropped is None and torch_private.has_fused_attention(query, key):
+    if dropped is None and tile.oldest is None and torch_private.has_fused_attention(query, key):
         gradients = torch_private.fused_attention_backward(grad, query, key, value, out, lse, tile.causal)
     else:
         gradients = _explicit_backward(grad, query, key, value, out, lse, tile, dropped)
@@ -110,13 +109,16 @@ def _row_parts(query: Tensor) -> Iterable[tuple[Tensor, slice]]:
         yield query[:, :, rows], rows
 
 
-def _scores(query: Tensor, key: Tensor, rows: slice, causal: bool) -> Tensor:
+def _scores(query: Tensor, key: Tensor, rows: slice, tile: Tile) -> Tensor:
     """Scores (batch, heads, rows, keys), in at least fp32, -inf where a query does not see the key."""
     scores = (query @ key.transpose(-2, -1)) * query.size(-1) ** -0.5
     scores = cast(scores, accurate_dtype(scores.dtype))
-    if causal:
+    if tile.causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + rows.start)
         scores = scores.masked_fill(future, float("-inf"))
+    if tile.oldest is not None:
+        behind = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(tile.oldest + rows.start)
+        scores = scores.masked_fill(behind, float("-inf"))
     return scores
 
 
@@ -129,7 +131,7 @@ def _explicit(
     query: Tensor, rows: slice, key: Tensor, value: Tensor, tile: Tile, dropped: DroppedPart | None
 ) -> tuple[Tensor, Tensor]:
     """Some rows of a tile: probabilities are dropped after they were normalised, so log-sum-exp counts all."""
-    scores = _scores(query, key, rows, tile.causal)
+    scores = _scores(query, key, rows, tile)
     lse = torch.logsumexp(scores, -1)
     probabilities = scores.sub_(lse.unsqueeze(-1)).exp_().to(query.dtype)
     if dropped is not None:
@@ -154,7 +156,7 @@ def _explicit_backward(
     grad_key, grad_value = (torch.zeros_like(tensor, dtype=wide) for tensor in (key, value))
     for part, rows in _row_parts(query):
         grad_out = grad[:, :, rows]
-        probabilities = (_scores(part, key, rows, tile.causal) - lse[:, :, rows].unsqueeze(-1)).exp_()
+        probabilities = (_scores(part, key, rows, tile) - lse[:, :, rows].unsqueeze(-1)).exp_()
         weights, grad_weights = probabilities.to(query.dtype), grad_out @ value.transpose(-2, -1)
         if dropped is not None:
             keep = _keep(dropped, rows, tile)

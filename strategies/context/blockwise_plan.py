@@ -9,13 +9,22 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.run_schema import ContextConfig
-from parallelrun.planner.contract.context_order import ORDERS, Imbalance, Spans, imbalance, packed_imbalance, part
+from parallelrun.planner.contract.context_order import (
+    ORDERS,
+    Imbalance,
+    Spans,
+    imbalance,
+    imbalance_of,
+    packed_imbalance,
+    part,
+)
 from parallelrun.planner.contract.context_strategy import ContextStrategy
 from parallelrun.planner.contract.data_strategy import FlattenedDims, MeshDims
 from parallelrun.planner.contract.messages import (
@@ -32,10 +41,13 @@ from parallelrun.planner.model.model_spec import BlockSpec
 from parallelrun.planner.model.product import degree
 
 from . import checks
+from .tiles import tiles
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+ROWS = 512  # queries whose scores are computed explicitly at a time
+SCORES = 4  # tensors of so many scores are alive at once in their backward
 AXIS, RING, HEADS = "cp", "cp_ring", "cp_heads"
 KEYS, GRADIENTS, EXCHANGED, ROUTED = "keys and values", "their gradients", "heads", "routing"  # purposes
 
@@ -113,6 +125,8 @@ class BlockwiseContext(ContextStrategy):
         if spec.documents:
             micro_batch = plan.batch.micro_batch
             ratios = packed_imbalance(self.order, ring, spec.seq, spec.is_causal, spec.documents, micro_batch)
+        elif spec.window is not None:
+            ratios = _windowed_imbalance(self.order, ring, spec.seq, spec.window)
         else:
             ratios = imbalance(self.order, ring, spec.seq) if spec.is_causal else Imbalance(1.0, 1.0)
         return ratios.steps if self.in_turn else ratios.ranks
@@ -193,7 +207,17 @@ class BlockwiseContext(ContextStrategy):
             return exchanged
         blocks, sums = self.held_numel(size, numel)
         repeated = 3 * queries if numel < 2 * queries else 0  # heads, for the kernel
-        return max(exchanged, (blocks + repeated) * compute + (sums + queries) * accurate)
+        in_tile = SCORES * accurate * self._windowed_scores(plan, size)
+        return max(exchanged, (blocks + repeated) * compute + (sums + queries) * accurate + in_tile)
+
+    def _windowed_scores(self, plan: Plan, size: int) -> int:
+        """Return the scores of the largest tile that a window cuts, which are computed without a fused kernel."""
+        window, (rows, heads, _) = plan.spec.window, part_of(plan)
+        if window is None or window >= plan.spec.seq:
+            return 0
+        length = plan.spec.seq // (size * ORDERS[self.order].parts)
+        samples = rows * self.head_ranks * size // plan.spec.seq
+        return samples * (heads // self.head_ranks) * min(ROWS, length) * length
 
     def explain(self, plan: Plan) -> Explanation:
         """Return the messages of the attention of rank 0's stages."""
@@ -213,6 +237,16 @@ class BlockwiseContext(ContextStrategy):
             following = group[(group.index(rank) + 1) % len(group)]
             messages.append(ExplainedMessage(rank, following, row.purpose, row.payload_bytes, row.purpose, row.calls))
         return ExplainedRound(row.purpose, tuple(messages))
+
+
+@lru_cache(maxsize=256)
+def _windowed_imbalance(order: str, size: int, seq: int, window: int) -> Imbalance:
+    """The imbalance of one sequence, of which a token sees a window, over `size` ranks."""
+    spans = [ORDERS[order].spans(size, index, seq) for index in range(size)]
+    return imbalance_of([
+        [[sum(tile.work for tile in tiles(spans[rank], spans[rank - step], True, window)) for step in range(size)]
+         for rank in range(size)]
+    ])  # fmt: skip
 
 
 def _of_routers(block: BlockSpec, plan: Plan) -> list[Collective]:

@@ -54,9 +54,9 @@ class ContextAttention:
         packed = layer.documents()
         if self.transport.group.size == 1 and not layer.active:
             if packed is not None:
-                out = documents.attend(query, key, value, packed, layer.causal)
+                out = documents.attend(query, key, value, packed, layer.causal, layer.window)
             else:
-                out = attend(query, key, value, layer.causal)
+                out = attend(query, key, value, layer.causal, layer.window)
         else:
             call = self._call(layer, query, packed)
             out = apply(BlockwiseAttention, query, key, value, call)
@@ -65,7 +65,7 @@ class ContextAttention:
 
     def _call(self, layer: AttentionProduct, query: Tensor, packed: DocumentBounds | None) -> AttentionCall:
         if not layer.active:
-            return AttentionCall(self.transport, self.spans, layer.causal, packed)
+            return AttentionCall(self.transport, self.spans, layer.causal, packed, window=layer.window)
         batch, num_heads = query.shape[:2]
         first = layer.head_offset + self.heads.index * num_heads
         mine, ids = self._positions(self.transport.group.index, query.device), layer.sample_ids(batch)
@@ -81,7 +81,7 @@ class ContextAttention:
 
             return DroppedPart(keep, layer.rate)
 
-        return AttentionCall(self.transport, self.spans, layer.causal, packed, dropped)
+        return AttentionCall(self.transport, self.spans, layer.causal, packed, dropped, layer.window)
 
     def _positions(self, rank: int, device: torch.device) -> Tensor:
         parts = [torch.arange(s.start, s.stop, s.step, device=device) for s in self.spans[rank]]

@@ -27,7 +27,8 @@ class AttentionCall:
     """One call of a layer. spans: the positions of each rank of the transport's group.
 
     documents: packed into the samples; tiles are then inside documents, and queries of padding see nothing. dropped:
-    from a rank of the group to the dropout of its keys' probabilities; None: nothing is dropped. work: the pairs of a
+    from a rank of the group to the dropout of its keys' probabilities; None: nothing is dropped. window: the keys that
+    a query sees; None: all before it. work: the pairs of a
     query and a key that were computed, by source; filled by the forward pass.
     """
 
@@ -36,16 +37,17 @@ class AttentionCall:
     causal: bool
     documents: DocumentBounds | None = None
     dropped: Callable[[int], DroppedPart] | None = None
+    window: int | None = None
     work: list[int] = field(default_factory=list)
 
     def tiles(self, source: int) -> Iterator[Tile]:
         """The tiles of this rank's queries and the keys of `source`."""
         mine, theirs = self.spans[self.transport.group.index], self.spans[source]
         if self.documents is None:
-            yield from tiles(mine, theirs, self.causal)
+            yield from tiles(mine, theirs, self.causal, self.window)
             return
         for sample, lengths in enumerate(self.documents.lengths):
-            yield from document_tiles(mine, theirs, self.causal, tuple(lengths), sample)
+            yield from document_tiles(mine, theirs, self.causal, tuple(lengths), sample, self.window)
 
     def dropout(self, source: int) -> DroppedPart | None:
         """The dropout of the probabilities of the keys of `source`."""
@@ -58,7 +60,8 @@ class BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         own = torch.stack((key, value))
-        merged = None if call.documents is None else Merged.nothing(query)
+        in_pieces = call.documents is not None or call.window is not None  # no tile has all of the queries
+        merged = Merged.nothing(query) if in_pieces else None
         for source, (keys, values) in call.transport.blocks(own):
             dropped, pairs = call.dropout(source), 0
             for tile in call.tiles(source):

@@ -6,7 +6,7 @@ spans sees all, nothing, or a triangle.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,29 +16,37 @@ from parallelrun.planner.contract.context_order import Span, Spans, inside
 class Tile(NamedTuple):
     """Queries and keys by index among the tokens of their ranks: query i sees every key, or keys 0..i if `causal`.
 
-    samples: those in which they do; all, unless documents are packed."""
+    samples: those in which they do; all, unless documents are packed. oldest: query i does not see keys j <= i +
+    oldest, which are behind its window; every query sees some key. None: it sees them all."""
 
     query: slice
     key: slice
     causal: bool
     samples: slice = slice(None)
+    oldest: int | None = None
 
     @property
     def work(self) -> int:
         """The number of pairs of a query and a key."""
         queries: int = self.query.stop - self.query.start
         keys: int = self.key.stop - self.key.start
-        return queries * (queries + 1) // 2 if self.causal else queries * keys
+        behind = 0 if self.oldest is None else queries + self.oldest
+        seen = queries * (queries + 1) // 2 if self.causal else queries * keys
+        return seen - behind * (behind + 1) // 2
 
 
-def tiles(queries: Sequence[Span], keys: Sequence[Span], causal: bool) -> tuple[Tile, ...]:
+def tiles(queries: Sequence[Span], keys: Sequence[Span], causal: bool, window: int | None = None) -> tuple[Tile, ...]:
     """The tiles of one rank's queries and one rank's keys, both in ascending spans. None: nothing is seen.
+
+    window: the keys that a causal query sees, its own and those before it; None: all.
 
     Spans of step 1 are equal or apart, and all as long (contiguous, zigzag); others are one per rank (striped).
     """
     num_queries, num_keys = (sum(span.length for span in spans) for spans in (queries, keys))
     if not causal:
         return (Tile(slice(0, num_queries), slice(0, num_keys), False),)
+    if window is not None:
+        return tuple(_windowed(queries, keys, window))
     if tuple(queries) == tuple(keys):  # tokens are in the order of positions
         return (Tile(slice(0, num_queries), slice(0, num_keys), True),)
     if queries[0].step > 1:
@@ -49,7 +57,7 @@ def tiles(queries: Sequence[Span], keys: Sequence[Span], causal: bool) -> tuple[
 
 @lru_cache(maxsize=2**14)
 def document_tiles(
-    queries: Spans, keys: Spans, causal: bool, lengths: tuple[int, ...], sample: int
+    queries: Spans, keys: Spans, causal: bool, lengths: tuple[int, ...], sample: int, window: int | None = None
 ) -> tuple[Tile, ...]:
     """The tiles of a sample into which documents of these lengths are packed: those inside each of them."""
     cut: list[Tile] = []
@@ -59,8 +67,9 @@ def document_tiles(
             inside(positions, start, start + length) for positions in (queries, keys)
         )
         start += length
-        for query, key, is_causal, _ in tiles(mine, theirs, causal) if mine and theirs else ():
-            cut.append(Tile(_moved(query, first_query), _moved(key, first_key), is_causal, slice(sample, sample + 1)))
+        for tile in tiles(mine, theirs, causal, window) if mine and theirs else ():
+            rows, columns = _moved(tile.query, first_query), _moved(tile.key, first_key)
+            cut.append(tile._replace(query=rows, key=columns, samples=slice(sample, sample + 1)))
     return tuple(cut)
 
 
@@ -93,3 +102,46 @@ def _chunks(queries: Sequence[Span], keys: Sequence[Span]) -> tuple[Tile, ...]:
         else:
             chunks.append(Tile(rows, slice(0, seen), False))
     return tuple(chunks)
+
+
+def _windowed(queries: Sequence[Span], keys: Sequence[Span], window: int) -> Iterator[Tile]:
+    """The tiles of every pair of spans, without what is behind the window."""
+    first_query = 0
+    for query in queries:
+        first_key = 0
+        for key in keys:
+            for tile in _pair(query, key):
+                if cut := _cut_behind(tile, query, key, window):
+                    yield cut._replace(query=_moved(cut.query, first_query), key=_moved(cut.key, first_key))
+            first_key += key.length
+        first_query += query.length
+
+
+def _pair(query: Span, key: Span) -> tuple[Tile, ...]:
+    """What the queries of a span see of another, or of itself, without a window."""
+    if query == key:
+        return (Tile(slice(0, query.length), slice(0, key.length), True),)
+    if query.step > 1:
+        return _striped(query, key)
+    return (Tile(slice(0, query.length), slice(0, key.length), False),) if key.stop <= query.start else ()
+
+
+def _cut_behind(tile: Tile, query: Span, key: Span, window: int) -> Tile | None:
+    """A tile without the keys behind the window, and without the queries that see none of the others."""
+    distance = (query.start + query.step * tile.query.start) - (key.start + key.step * tile.key.start)
+    oldest = (distance - window) // query.step
+    num_queries, num_keys = tile.query.stop - tile.query.start, tile.key.stop - tile.key.start
+    if oldest + num_queries - 1 < 0:
+        return tile
+    if tile.causal and oldest >= 0:
+        return None
+    if not tile.causal:
+        num_queries = min(num_queries, num_keys - 1 - oldest)
+        if num_queries <= 0:
+            return None
+    unseen = max(0, oldest + 1)
+    rows = slice(tile.query.start, tile.query.start + num_queries)
+    columns = slice(tile.key.start + unseen, tile.key.stop)
+    if oldest - unseen + num_queries - 1 < 0:
+        return Tile(rows, columns, tile.causal)
+    return Tile(rows, columns, tile.causal, oldest=oldest - unseen)

@@ -75,6 +75,14 @@ def stripes_see_their_own_index() -> None:
     tiles._striped = lambda query, key: (tiles.Tile(slice(0, query.length), slice(0, key.length), True),)
 
 
+def window_of_one_key_more() -> None:
+    """Queries see a key behind their window, as `distance <= window` would say."""
+    from parallelrun.strategies.context import tiles
+
+    right = tiles._cut_behind
+    tiles._cut_behind = lambda tile, query, key, window: right(tile, query, key, window + 1)
+
+
 def routing_groups_of_own_tokens() -> None:
     """Capacity and losses of balance count the tokens of one rank."""
     from parallelrun.strategies.context.routing import SharedGroups

@@ -1,5 +1,5 @@
 """Options of plain attention that published models have train on several ranks as on one device, and send what is
-predicted: heads of a size of their own, norms of heads, biases of queries, keys and values alone."""
+predicted: heads of a size of their own, norms of heads, biases of queries, keys and values alone, windows."""
 
 from __future__ import annotations
 
@@ -51,3 +51,31 @@ def test_norms_of_heads_beside_experts(more: dict[str, Any]) -> None:
 
 def test_layernorms_of_heads_with_biases_and_learned_positions() -> None:
     assert_equal(parity({"model.qk_norm": True, "tp": 4, "layout": "2d"}))
+
+
+WINDOW = llama(model__window=5, model__seq=24)
+ORDER, CONTEXT = "strategy.context.order", "strategy.context.kind"
+OVER_CONTEXT: dict[str, dict[str, Any]] = {
+    "contiguous": {"cp": 2, ORDER: "contiguous"},
+    "zigzag": {"cp": 3, ORDER: "zigzag"},
+    "striped": {"cp": 2, ORDER: "striped"},
+    "a window below a stripe": {"cp": 4, ORDER: "striped", "model.window": 1},
+    "allgather, dropped probabilities": {"cp": 2, CONTEXT: "allgather", "model.attention_dropout": 0.2},
+    "ulysses": {"cp": 2, CONTEXT: "ulysses"},
+    "usp": {"cp": 4, CONTEXT: "usp", "model.heads": 4, "strategy.context.ulysses": 2},
+    "packed documents, striped": {"cp": 2, "dataset.pack": True},
+    "packed documents, contiguous": {"cp": 2, "dataset.pack": True, ORDER: "contiguous", "model.window": 2},
+}
+WINDOWED = PLANS | OVER_CONTEXT | {
+    "packed documents": {"dp": 2, "dataset.pack": True},
+    "packed documents, 2d, dropped probabilities": {
+        "tp": 4, "layout": "2d", "dataset.pack": True, "model.attention_dropout": 0.2
+    },
+    "several parts of the sequence": {"dp": 2, "model.seq": 300, "model.window": 130, "global_batch": 4},
+    "full": {"dp": 2, "recompute": "full"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", WINDOWED)
+def test_windows(plan: str) -> None:
+    assert_equal(parity({**WINDOW, **WINDOWED[plan]}))

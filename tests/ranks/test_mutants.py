@@ -114,6 +114,7 @@ PLANTED: list[tuple[str, Overrides]] = [
     ("gradients_of_keys_stay", CP),
     ("dropout_of_local_positions", {**CP, "dropout": 0.1}),
     ("routing_groups_of_own_tokens", {**CP, **context.DROPLESS}),
+    ("window_of_one_key_more", {**CP, **llama(model__window=3)}),
     ("stripes_see_their_own_index", {**CP, context.ORDER: "striped"}),
 ]
 

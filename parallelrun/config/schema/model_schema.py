@@ -64,6 +64,9 @@ class ModelConfig:
     head_dim: int | None = key(None, "features of an attention head; null: hidden / heads", least=1, most=SIZE)
     qk_norm: bool = key(False, "queries and keys of every head are normalised, by weights that all heads share (Qwen3)")
     qkv_bias: bool | None = key(None, "queries, keys and values have biases; null: the same as model.bias")
+    window: int | None = key(
+        None, "keys that a token attends to, its own and those before it (Mistral); null: all", least=1, most=SIZE
+    )
     kv_lora_rank: int | None = key(
         None, "latent attention (DeepSeek): width of the latent for keys and values", least=1, most=SIZE
     )

@@ -1,4 +1,4 @@
-"""The classes of transformers without experts that compute what a gpt does: GPT-2 and Llama."""
+"""The classes of transformers without experts that compute what a gpt does: GPT-2, Llama, Mistral and Phi-3."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Gpt2(Family):
         allowed = {"norm": ("layernorm",), "position": ("learned",), "activation": tuple(dict.fromkeys(GELUS.values())),
                    "bias": (True,), "norm_bias": (None, True), "head_bias": (False,), "experts": (0,),
                    "kv_heads": (None, model.heads), "head_dim": (None, model.hidden // model.heads),
-                   "qk_norm": (False,), "qkv_bias": (None, True)}  # fmt: skip
+                   "qk_norm": (False,), "qkv_bias": (None, True), "window": (None,)}  # fmt: skip
         return options(model, "model", self.architecture, allowed)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
@@ -106,7 +106,8 @@ class Decoder(Family):
     def options(self, config: Config, **allowed: tuple[Any, ...]) -> list[Problem]:
         """The problems of `config.model` with a class that knows the options of Llama, and of others the allowed."""
         llama = {"norm": ("rmsnorm",), "position": ("rope",), "activation": ("swiglu",), "head_bias": (False,),
-                 "kv_lora_rank": (None,), "qk_norm": (False,), "qkv_bias": (None, config.model.bias)}  # fmt: skip
+                 "kv_lora_rank": (None,), "qk_norm": (False,), "qkv_bias": (None, config.model.bias),
+                 "window": (None,)}  # fmt: skip
         return options(config.model, "model", self.architecture, llama | allowed)
 
     def head_dim(self, model: Mapping[str, Any]) -> int:
@@ -135,14 +136,13 @@ class Decoder(Family):
         yield Piece("embedding.tokens.weight", "model.embed_tokens.weight")
         for index in range(config.model.layers):
             ours, theirs = f"layers.{index}", f"model.layers.{index}"
-            bias = config.model.bias
             yield Piece(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight")
             yield from self.attention_pieces(config, ours, theirs)
             yield Piece(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight")
             if moe.has_experts(index, config.model):
                 yield from self.expert_pieces(config, f"{ours}.moe", theirs)
             else:
-                yield from gated(f"{ours}.mlp", f"{theirs}.mlp", bias)
+                yield from self.mlp_pieces(config, f"{ours}.mlp", f"{theirs}.mlp")
         yield Piece("head.norm.weight", "model.norm.weight")
         if not config.model.tied_embeddings:
             yield Piece("head.head.weight", "lm_head.weight")
@@ -155,6 +155,10 @@ class Decoder(Family):
         for part in "qk" if config.model.qk_norm else "":
             yield Piece(f"{ours}.attention.{part}_norm.weight", f"{theirs}.self_attn.{part}_norm.weight")
         yield from both(f"{ours}.attention.out", f"{theirs}.self_attn.o_proj", config.model.bias)
+
+    def mlp_pieces(self, config: Config, ours: str, theirs: str) -> Iterable[Piece]:
+        """The pieces of an MLP without experts."""
+        return gated(ours, theirs, config.model.bias)
 
     def expert_pieces(self, config: Config, ours: str, theirs: str) -> Iterable[Piece]:
         """The pieces of a layer's router and experts. ours: of the experts; theirs: of the whole layer."""
@@ -177,6 +181,57 @@ class Llama(Decoder):
         values = super().values(fields)
         fields.expect("mlp_bias", values["bias"])
         return values
+
+
+class Mistral(Decoder):
+    """MistralForCausalLM: Llama without biases, and with a sliding window."""
+
+    model_type, architecture = "mistral", "MistralForCausalLM"
+    table = decoder_table(eps=1e-6, seq=131072, kv_heads=8)
+    default_window: ClassVar[int | None] = 4096
+
+    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
+        return self.options(config, experts=(0,), bias=(False,), window=(config.model.window,))
+
+    def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
+        return {**super().fields(config, spec), "sliding_window": config.model.window}
+
+    def values(self, fields: Fields) -> dict[str, Any]:
+        return {**super().values(fields), "window": fields.take_or_null("sliding_window", int, self.default_window)}
+
+
+class Phi3(Mistral):
+    """Phi3ForCausalLM, which stores q, k, v as one tensor, and gate and up."""
+
+    model_type, architecture = "phi3", "Phi3ForCausalLM"
+    table = decoder_table(eps=1e-5, seq=4096, vocab=32064, hidden=3072)
+    default_window = None
+
+    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
+        widths = (None, config.model.hidden // config.model.heads)
+        return super().differences(config, spec) + options(
+            config.model, "model", self.architecture, {"head_dim": widths, "rope_scaling": ("none",)}
+        )
+
+    def values(self, fields: Fields) -> dict[str, Any]:
+        fields.drop("original_max_position_embeddings")  # read by frequencies that are refused
+        values = super().values(fields)
+        if "rope_scaling" in values:
+            fields.note(f"rope_scaling is {values['rope_scaling']}, and phi3 with default frequencies alone is built")
+        return values
+
+    def attention_pieces(self, config: Config, ours: str, theirs: str) -> Iterator[Piece]:
+        start = 0
+        for part, size in transformer.projections(config.model).items():
+            yield Piece(f"{ours}.attention.qkv.{part}.weight", f"{theirs}.self_attn.qkv_proj.weight", start=start)
+            start += size
+        yield Piece(f"{ours}.attention.out.weight", f"{theirs}.self_attn.o_proj.weight")
+
+    def mlp_pieces(self, config: Config, ours: str, theirs: str) -> Iterator[Piece]:
+        for index, part in enumerate(("gate", "up")):
+            start = index * transformer.ffn_size(config.model)
+            yield Piece(f"{ours}.up.{part}.weight", f"{theirs}.gate_up_proj.weight", start=start)
+        yield Piece(f"{ours}.down.weight", f"{theirs}.down_proj.weight")
 
 
 def rope_fields(model: ModelConfig, more: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from parallelrun.planner.model.model_spec import BlockSpec, Initialiser, ModelSp
 class GptDefinition(ModelDefinition):
     """Blocks `embedding`, `layers.0` ..., `head`."""
 
-    own_keys = transformer.TEXT_KEYS | transformer.ATTENTION_KEYS | transformer.ROPE_KEYS | {"experts"}
+    own_keys = transformer.TEXT_KEYS | transformer.ATTENTION_KEYS | transformer.ROPE_KEYS | {"experts", "window"}
     packs = True
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
@@ -41,6 +41,8 @@ class GptDefinition(ModelDefinition):
             tied=(transformer.TIED,) if tied else (),
             experts=model.experts,
             router=moe.router_spec(model),
+            window=model.window,
+            attended=transformer.windowed(model),
         )
 
 
@@ -60,7 +62,9 @@ def _block(index: int, model: ModelConfig) -> BlockSpec:
         transformer.norm_layer(f"{name}.mlp_norm", model),
         *inside,
     )
-    return BlockSpec(name, "transformer", layers, transformer.transformer_flops(layers, model, products))
+    return BlockSpec(
+        name, "transformer", layers, transformer.transformer_flops(layers, model, products, transformer.windowed(model))
+    )
 
 
 MODEL = GptDefinition()

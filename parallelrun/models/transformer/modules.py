@@ -129,7 +129,8 @@ class Attention(layers.TensorModule):
     def close(self, name: str, make: LayerFactory, num_values: int, causal: bool) -> None:
         """Add the layers behind the heads, which read `num_values` features of all values together."""
         site, rate = f"{name}.product", make.model.attention_dropout
-        self.product = AttentionProduct(rate, make.seed, site, make.dtype, causal)
+        window = make.model.window if causal else None
+        self.product = AttentionProduct(rate, make.seed, site, make.dtype, causal, window)
         self.out = make.row(num_values)
         self.dropout = make.dropout(f"{name}.dropout")
 
@@ -151,7 +152,7 @@ class Attention(layers.TensorModule):
         else:
             assert query.size(2) == 1 or self.cache.length == 0, "after the first positions, one at a time"
             key, value = self.cache.extended(key, value)
-            mixed = functions.attend(query, key, value, causal=query.size(2) > 1)
+            mixed = functions.attend(query, key, value, query.size(2) > 1, self.product.window)
         if mixed.size(-1) > self.value_dim:
             mixed = mixed[..., : self.value_dim]
         return self.dropout(self.out(mixed.transpose(1, 2).flatten(-2)))

@@ -235,15 +235,25 @@ def head_layer(model: ModelConfig, vocab: int, tied: bool) -> LayerSpec:
     )
 
 
-def transformer_flops(layers: Iterable[LayerSpec], model: ModelConfig, expert_products: int = 0) -> float:
+def windowed(model: ModelConfig) -> float | None:
+    """Keys that a token of a causal model attends to on average, where a window limits them, counted as all of seq are
+    without one: twice."""
+    if model.window is None or model.window >= model.seq:
+        return None
+    return model.window * (2.0 - model.window / model.seq)
+
+
+def transformer_flops(
+    layers: Iterable[LayerSpec], model: ModelConfig, expert_products: int = 0, attended: float | None = None
+) -> float:
     """Forward FLOPs of a block of those layers, for one sample. expert_products: weights of routers and experts that
-    one token is multiplied by."""
+    one token is multiplied by. attended: see `windowed`."""
     roles = ("column_parallel", "row_parallel", "linear")
     products = sum(layer.in_features * layer.out_features for layer in layers if layer.layer_role in roles)
     # Scores and their product with v, 2 s^2 h each; the causal half is counted too, as SC21 and every MFU figure does.
     sizes = latent_spec.latent_sizes(model)
     features = model.heads * (2 * head_dim(model) if sizes is None else sizes.head_dim + sizes.value)
-    return 2.0 * (products + expert_products) * model.seq + 2.0 * model.seq**2 * features
+    return 2.0 * (products + expert_products) * model.seq + 2.0 * model.seq * (attended or model.seq) * features
 
 
 def transformer_spec(model: ModelConfig, vocab: int, blocks: tuple[BlockSpec, ...], **more: Any) -> ModelSpec:

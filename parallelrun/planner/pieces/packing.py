@@ -45,9 +45,10 @@ def with_packing(plan: Plan, packing: Packing | None) -> Plan:
     """The plan with the FLOPs of these documents in place of whole samples; its stages stay."""
     if packing is None:
         return plan
-    attended = packing.squares / plan.spec.seq
+    before = plan.spec.attended or plan.spec.seq
+    attended = min(before, packing.squares / plan.spec.seq)
     # as `transformer_flops` counts them: scores and their product with v
-    saved = 2.0 * plan.spec.seq * (plan.spec.seq - attended) * plan.spec.attention_features
+    saved = 2.0 * plan.spec.seq * (before - attended) * plan.spec.attention_features
 
     def shorter(block: BlockSpec) -> BlockSpec:
         return replace(block, forward_flops=block.forward_flops - saved) if block.kind == "transformer" else block

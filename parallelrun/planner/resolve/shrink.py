@@ -24,7 +24,7 @@ from parallelrun.planner.resolve.resolve_config import resolve
 
 MOST_RANKS = 16
 _GROUPS = "group_size"  # keys of this name count ranks of an inner group
-_HEAD_SIZE, _HEADS_A_RANK, _MOST_MICRO_BATCH = 4, 2, 8
+_HEAD_SIZE, _HEADS_A_RANK, _MOST_MICRO_BATCH, _WINDOW = 4, 2, 8, 3
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ def features(plan: Plan) -> dict[str, object]:
         "fewer key and value heads than query heads": spec.kv_heads < spec.heads,
         "key and value heads on several ranks": plan.tensor.kv_copies > 1,
         "heads of another width than hidden / heads": bool(spec.head_dim) and spec.qk_features != spec.hidden,
+        "a window of keys": spec.window is not None and spec.window < spec.seq,
         "latent attention, of queries too": (spec.latent is not None, bool(spec.latent and spec.latent.q_rank)),
         "a vocabulary that does not divide": spec.vocab % mesh.size("tp") > 0,
         "context": (plan.context.kind, plan.context.order) if plan.context else None,
@@ -196,7 +197,9 @@ def _model(model: ModelConfig, plan: Plan, degrees: tuple[int, int, int], num_la
     return replace(
         model,
         layers=num_layers, hidden=hidden, heads=heads, kv_heads=kv_heads, vocab=vocab, mask_token=None,
-        head_dim=None if model.head_dim is None else _HEAD_SIZE + 2, **_latent_sizes(model, hidden),
+        head_dim=_HEAD_SIZE + 2 if model.head_dim is not None and spec.qk_features != spec.hidden else None,
+        window=_WINDOW if model.window is not None and model.window < model.seq else None,
+        **_latent_sizes(model, hidden),
         seq=4 * max(2, tp) * cp, ffn=None if model.ffn is None else 2 * hidden, experts=experts,
         expert_ffn=None if model.expert_ffn is None else hidden, dense_layers=min(1, model.dense_layers),
         shared_experts=min(1, model.shared_experts), router=router, rope_original_seq=min(8, model.rope_original_seq),

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from parallelrun.base.precision import BYTES
 from parallelrun.planner.contract.parameters import element_bytes
 from parallelrun.planner.contract.plan import Plan, once
-from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec, ParameterSpec
+from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.planner.model.model_spec.attention import WINDOW_PART
 
 INDEX, MASK = 8, 1  # bytes of a token id and of a dropped-or-kept flag
 
@@ -79,11 +80,21 @@ def attention_bytes(num_rows: int, heads: int, outputs: int, plan: Plan) -> int:
         # torch's kernel for grouped heads on CPU lays its result out head by head: the row layer reads a copy.
         # Latent attention cuts zeros off its result, which is a copy too.
         by_head = plan.device == "cpu" and outputs != 3 * own and not spec.packed
-        copied = own if by_head or spec.latent else 0
-        return num_rows * ((outputs + copied) * compute + heads * accurate) + angles
+        limited = spec.window is not None and spec.window < spec.seq and not plan.context
+        copied = own if (by_head or spec.latent) and not limited else 0
+        joined = num_rows * own * compute + _mask_numel(spec) * compute if limited else 0
+        return num_rows * ((outputs + copied) * compute + heads * accurate) + angles + joined
     probabilities = num_rows * heads * spec.seq
     saved = probabilities * (accurate + MASK + compute) + spec.seq**2 * MASK
     return num_rows * 3 * own * compute + saved + angles  # k and v are repeated for every query head
+
+
+def _mask_numel(spec: ModelSpec) -> int:
+    """Elements of the masks of parts of the queries that attend in a window, as `functions.attend` cuts them."""
+    window = spec.window or spec.seq
+    size = min(spec.seq, max(window, WINDOW_PART))
+    parts, rest = divmod(spec.seq, size)
+    return size**2 + (parts > 1) * size * (size + window - 1) + rest * (rest + window - 1) * (rest > 0)
 
 
 def activates_again(block: BlockSpec, plan: Plan) -> bool:

@@ -88,6 +88,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rotary": {"model.position": "rope"},
     "learned": {"model.position": "learned"},
     "grouped": {"model.position": "rope", "model.kv_heads": 2},
+    "window": {"model.position": "rope", "model.kv_heads": 2, "model.window": 3},
     "bert": {"model.name": "bert", "model.preset": "bert", "dataset.vocab": 31},
 }
 
@@ -105,7 +106,9 @@ def test_with_recomputation(mode: str) -> None:
 
 
 def test_without_a_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def each(query: Tensor, key: Tensor, value: Tensor, documents: DocumentBounds, causal: bool) -> Tensor:
+    def each(
+        query: Tensor, key: Tensor, value: Tensor, documents: DocumentBounds, causal: bool, window: int | None
+    ) -> Tensor:
         return packed.attend_each(
             query, key, value, documents, lambda q, k, v, sample, start: functions.attend(q, k, v, causal)
         )
@@ -148,7 +151,9 @@ def test_dropped_probabilities_are_those_of_the_whole_sample() -> None:
 def leaks(monkeypatch: pytest.MonkeyPatch) -> None:
     right = packed.attend
 
-    def wrong(query: Tensor, key: Tensor, value: Tensor, documents: DocumentBounds, causal: bool) -> Tensor:
+    def wrong(
+        query: Tensor, key: Tensor, value: Tensor, documents: DocumentBounds, causal: bool, window: int | None
+    ) -> Tensor:
         joined = [(sum(each[:2]), *each[2:]) for each in documents.lengths]
         return right(query, key, value, DocumentBounds(joined, documents.positions), causal)
 

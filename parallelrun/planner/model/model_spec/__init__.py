@@ -110,10 +110,10 @@ class ModelSpec:
     targets_per_sample: loss terms of a sample (seq for gpt, 1 for a classifier). tied: (copy, original) names of
     parameters that are one logical tensor; `parameters` lists only the original. mask_token: for masked
     language models, the id of [MASK], which does not occur in the data. packed: samples consist of documents, each
-    attending to itself, and padding. hides_targets: the dataset has a loss on a part of the tokens. attended: the
-    tokens of its document that a token has on average, where they are known; None: seq. documents: the lengths of the
-    documents of some samples, where they are known. own_loss: the user's function computes the loss, and the count by
-    which it is divided.
+    attending to itself, and padding. window: the keys that a token sees; None: all before it. hides_targets: the
+    dataset has a loss on a part of the tokens. attended: the tokens of its document, or window, that a token has on
+    average, where they are known; None: seq. documents: the lengths of the documents of some samples, where they are
+    known. own_loss: the user's function computes the loss, and the count by which it is divided.
     """
 
     name: str
@@ -138,6 +138,7 @@ class ModelSpec:
     experts: int = 0
     router: RouterSpec | None = None  # None: no layer has experts
     latent: LatentSpec | None = None  # None: queries, keys and values are products of x, alike in width
+    window: int | None = None
     packed: bool = False
     hides_targets: bool = False
     attended: float | None = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WINDOW_PART = 128  # queries that attend together, at least, where each sees a window of keys
+
 
 @dataclass(frozen=True)
 class LatentSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import torch
 from parallelrun.base.errors import ConfigError
 from parallelrun.checkpoint.exchange.export import export
 from parallelrun.checkpoint.exchange.source import open_source
+from parallelrun.config import presets
+from parallelrun.config.from_hf import filled
 from parallelrun.config.schema.model_schema import ModelConfig
-from parallelrun.models.gpt.dense_families import Llama
+from parallelrun.models.gpt.dense_families import Llama, Mistral
 from parallelrun.models.gpt.qwen_families import Qwen3, Qwen3Moe
 from parallelrun.models.transformer.modules import rotary
-from tests.exchange import SEQ, VOCAB, network_of, tokens
+from tests.exchange import SEQ, VOCAB, make, network_of, tokens
 from tests.extras import needs
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -36,6 +39,10 @@ YARN: dict[str, Any] = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 MADE: dict[str, tuple[str, dict[str, Any]]] = {  # by name: the class and its configuration
     "llama, wide heads": ("Llama", WIDE),
+    "mistral": ("Mistral", {**SIZES, "sliding_window": 3}),
+    "mistral, no window": ("Mistral", {**SIZES, "sliding_window": None}),
+    "phi3": ("Phi3", SIZES),
+    "phi3, window": ("Phi3", {**SIZES, "sliding_window": 3}),
     "qwen2": ("Qwen2", SIZES),
     "qwen2, tied": ("Qwen2", {**SIZES, "tie_word_embeddings": True}),
     "qwen2, yarn": ("Qwen2", {**LONG, "rope_parameters": YARN}),
@@ -108,7 +115,45 @@ def test_frequencies_are_those_of_transformers(case: str) -> None:
     assert ours.growth == pytest.approx(growth, rel=1e-12)
 
 
+PUBLISHED: dict[str, dict[str, Any]] = {  # the config.json of the model on Hugging Face
+    "qwen3_8b": {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128,
+        "bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 12288, "max_position_embeddings": 40960,
+        "max_window_layers": 36, "model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 36,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+        "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "qwen2_7b": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "vocab_size": 152064,
+        "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02,
+        "intermediate_size": 18944, "max_position_embeddings": 32768, "max_window_layers": 28, "model_type": "qwen2",
+        "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False, "use_cache": True,
+        "torch_dtype": "bfloat16", "use_sliding_window": False,
+    },
+    "mistral_7b": {
+        "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 32000,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_are_the_published_models(preset: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[preset]))
+    from_file = filled(ModelConfig(from_hf=str(tmp_path)))
+    values = presets.values("model", preset) | {"preset": from_file.preset, "description": ""}
+    wanted = replace(ModelConfig(), **values, from_hf=from_file.from_hf)
+    assert replace(from_file, head_dim=from_file.head_dim or values.get("head_dim")) == wanted
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
+    "phi3": {"model_type": "phi3", **SIZES},
     "qwen2": {"model_type": "qwen2", **SIZES},
     "qwen3": {"model_type": "qwen3", **WIDE},
     "qwen3_moe": {"model_type": "qwen3_moe", **WIDE, **EXPERTS},
@@ -120,6 +165,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     [
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True, and only False"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is ['full_attention', 'slid"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "rope_scaling is {'type': 'longrope'"),
+        ("phi3", {"rope_scaling": YARN}, "rope_scaling is yarn, and phi3 with default frequencies alone"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75"),
         ("qwen3", {"attention_bias": True}, "attention_bias is True, and only False"),
         ("qwen3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling is {'rope_type': 'dynamic'"),
         ("qwen3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate is False, and only True"),
@@ -133,6 +181,14 @@ def test_what_a_class_has_beyond_ours_is_refused_by_its_field(family, fields, sa
     with pytest.raises(ConfigError) as caught:
         open_source(tmp_path, "directory")
     assert any(said in problem.what for problem in caught.value.problems), caught.value
+
+
+def test_a_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
+    fields = {"model_type": "mistral", **SIZES}
+    assert Mistral().model_values({**fields, "sliding_window": None}, "file")["window"] is None
+    assert Mistral().model_values(fields, "file")["window"] == 4096
+    export(make("MistralForCausalLM", **{"model.window": None}), tmp_path / "out", "hf", None, 10**9)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
 def test_a_field_that_a_file_leaves_out_has_the_default_of_its_class() -> None:

@@ -189,6 +189,14 @@ def test_interleaved_rotary_pairs_show_in_the_logits(tmp_path, transformers, mon
     assert distance(source, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")) > 1e-2
 
 
+@needs("transformers")
+def test_a_window_of_one_key_more_shows_in_the_logits(tmp_path, transformers, monkeypatch):
+    source, right = make("MistralForCausalLM"), functions.window_mask
+    export(source, tmp_path / "out", "hf", None, 10**9)
+    monkeypatch.setattr(functions, "window_mask", lambda *sizes: right(*sizes[:3], sizes[3] + 1, sizes[4]))
+    assert distance(source, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")) > 1e-2
+
+
 YARN = "DeepseekV3ForCausalLM, yarn, queries of x, weights not normalised"
 OF_LATENTS = {
     "pairs of halves": (YARN, latent_attention.LatentAttention, "_turned",

@@ -96,7 +96,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "fields, said",
     [
-        ({"model_type": "whisper"}, "model_type is 'whisper', and known are gpt2, llama, mixtral"),
+        ({"model_type": "whisper"}, "model_type is 'whisper', and known are gpt2, llama, mistral"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and only silu is built"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "only default, linear, llama3 and yarn are built"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "there is no low_freq_factor"),

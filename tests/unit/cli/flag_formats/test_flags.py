@@ -112,6 +112,13 @@ def test_latent_attention_of_megatron():
     assert "--multi-latent-attention" in dropped(plain) and "model.q_lora_rank" not in plain.values
 
 
+def test_heads_of_megatron():
+    words = "--hidden-size 64 --num-attention-heads 8 --qk-layernorm --kv-channels"
+    found = sources.of_words([*words.split(), "16"]).translate()
+    assert (found.values["model.qk_norm"], found.values["model.head_dim"]) == (True, 16) and not dropped(found)
+    assert sources.of_words([*words.split(), "8"]).translate().values.get("model.head_dim") is None
+
+
 def test_torchtitan(tmp_path):
     found = translated(tmp_path / "job.toml", TOML)
     wanted = {"dp": 8, "cp": 2, "tp": 2, "strategy.data.shard": 8, "local_batch": 2, "micro_batch": 2,

@@ -64,6 +64,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "norms of heads with biases": {"qk_norm": True},
     "biases of queries, keys and values": LLAMA | {"qkv_bias": True},
     "biases of all but queries, keys and values": {"qkv_bias": False},
+    "window": LLAMA | {"window": 3},
+    "window of one token": {"window": 1},
+    "window of latent attention": LATENT | {"window": 4},
     "experts": EXPERTS,
     "experts in groups": {
         **LLAMA,
@@ -113,6 +116,7 @@ def built(config: Config, vocab: int, precision: str = "fp64", seed: int = 3) ->
         ("llama3_8b", 8_030_261_248),
         ("llama3_70b", 70_553_706_496),
         # The config.json and model.safetensors.index.json (total_size / 2 bytes) of Qwen/Qwen2-7B and Qwen/Qwen3-8B.
+        ("mistral_7b", 7_241_732_096),  # mistralai/Mistral-7B-v0.1, in the same way
         ("qwen2_7b", 7_615_616_512),
         ("qwen3_8b", 8_190_735_360),
         ("mixtral_8x7b", 46_702_792_704),
@@ -157,6 +161,15 @@ def test_parameters_and_flops_are_those_of_sc21(billions: float, heads: int, hid
     with_recompute = 96 * factor * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
     again = sum(block.forward_flops for block in made.blocks if block.is_recomputed)
     assert 3 * made.forward_flops + again == pytest.approx(with_recompute)
+
+
+def test_flops_of_a_window_are_those_of_the_pairs_that_it_leaves() -> None:
+    """Counted twice, as without a window: of seq tokens, window (seq - (window - 1) / 2) pairs, up to the diagonal."""
+    plain, windowed = make_spec(SMALL | LLAMA | {"seq": 512}), make_spec(SMALL | LLAMA | {"seq": 512, "window": 100})
+    pairs = sum(min(token + 1, 100) for token in range(512))
+    saved = (plain.forward_flops - windowed.forward_flops) / (2 * SMALL["layers"] * plain.attention_features)
+    assert 512**2 - saved == pytest.approx(2 * pairs, rel=0.002)
+    assert make_spec(SMALL | LLAMA | {"seq": 512, "window": 512}).forward_flops == plain.forward_flops
 
 
 @pytest.mark.parametrize("preset", GPT_PRESETS)
@@ -286,7 +299,7 @@ def reference_attention(weights: dict, name: str, model: Any, x: Tensor) -> Tens
         if model.position == "rope":
             query, key = reference_rotation(query, model.rope_theta), reference_rotation(key, model.rope_theta)
         scores = query @ key.transpose(1, 2) / size**0.5
-        scores = scores + torch.full(scores.shape[1:], float("-inf")).triu(1)
+        scores = scores + reference_mask(model, scores)
         mixed.append(scores.softmax(-1) @ v[..., shared])
     return affine(weights, f"{name}.out", torch.cat(mixed, -1))
 
@@ -311,9 +324,17 @@ def reference_latent_attention(weights: dict, name: str, model: Any, x: Tensor) 
         rotated = reference_rotation(query[..., plain:][..., order], model.rope_theta)
         scores = query[..., :plain] @ one[..., :plain].transpose(1, 2) + rotated @ shared.transpose(1, 2)
         scores = scores * growth**2 / (plain + turned) ** 0.5
-        scores = scores + torch.full(scores.shape[1:], float("-inf")).triu(1)
+        scores = scores + reference_mask(model, scores)
         mixed.append(scores.softmax(-1) @ one[..., plain:])
     return affine(weights, f"{name}.out", torch.cat(mixed, -1))
+
+
+def reference_mask(model: Any, scores: Tensor) -> Tensor:
+    """-inf at the keys behind a query, and at those more than window - 1 before it."""
+    hidden = torch.full(scores.shape[1:], float("-inf"), dtype=scores.dtype)
+    ahead = torch.ones_like(hidden, dtype=torch.bool).triu(1)
+    behind = torch.ones_like(ahead).tril(-(model.window or scores.size(-1)))
+    return torch.zeros_like(hidden).masked_fill(ahead | behind, float("-inf"))
 
 
 def reference_rotation(x: Tensor, theta: float) -> Tensor:

@@ -28,6 +28,8 @@ LARGE = {
     "global_batch=4096 model.rope_scaling=yarn model.rope_factor=40 model.rope_mscale_all_dim=1",
     "latent keys and values alone": "model=deepseek_v2_lite strategy=zero1 dp=8 tp=2 global_batch=64",
     "experts and tp": "model=mixtral_8x7b strategy=dropless ep=8 dp=16 tp=4",
+    "wide heads with norms, 2d": "model=qwen3_8b tp=4 layout=2d dp=4 model.head_dim=256",
+    "a window over cp": "model=mistral_7b cp=4 tp=2 dp=2",
     "hsdp": "model=llama3_8b strategy=hsdp dp=64 global_batch=64 strategy.data.shard=8",
     "hierarchical": "model=llama3_8b strategy=ring dp=64 global_batch=64 strategy.data.algorithm=hierarchical "
     "strategy.data.group_size=8",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from parallelrun.distributed import torch_private
+from parallelrun.models import functions
 from parallelrun.models.functions import attend, attend_with_dropout
 from parallelrun.planner.contract.context_order import ORDERS, Span
 from parallelrun.strategies.context import blocks
@@ -29,19 +31,19 @@ def drawn(heads, dtype=torch.float64, seed=0):
     return torch.randn(2, SEQ, heads, 8, dtype=dtype).transpose(1, 2)
 
 
-def by_blocks(query, key, value, grad, order, causal, dropped=None):
+def by_blocks(query, key, value, grad, order, causal, dropped=None, window=None):
     """(output, gradients of query, key, value), put together from what every rank computes."""
     own = [positions(spans_of(order, rank)) for rank in range(RANKS)]
     output, gradients = torch.zeros_like(query), [torch.zeros_like(one) for one in (query, key, value)]
     for rank in range(RANKS):
-        parts, merged = [], None
+        parts, merged = [], None if window is None else Merged.nothing(query[:, :, own[rank]])
         for source in [rank, *(other for other in range(RANKS) if other != rank)]:
             keys, values = key[:, :, own[source]], value[:, :, own[source]]
             part = dropped and dropped(own[rank], own[source])
-            for tile in tiles(spans_of(order, rank), spans_of(order, source), causal):
+            for tile in tiles(spans_of(order, rank), spans_of(order, source), causal, window):
                 out, lse = attend_to_block(query[:, :, own[rank]], keys, values, tile, part)
-                merged = merged or Merged(out, lse)
-                if parts:
+                first, merged = merged is None, merged or Merged(out, lse)
+                if not first:
                     merged.add(out, lse, tile.query)
                 parts.append((source, keys, values, tile, part))
         mine = merged.out.to(query.dtype)
@@ -75,6 +77,41 @@ def test_blocks_give_what_all_keys_give(order, causal, fused, monkeypatch):
     tensors = drawn(4), drawn(2, seed=1), drawn(2, seed=2), drawn(4, seed=3)
     expected = reference(*tensors, lambda *leaves: attend(*leaves, causal=causal))
     assert largest(by_blocks(*tensors, order, causal), expected) < 1e-12
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 9, SEQ - 1, SEQ])
+@pytest.mark.parametrize("order", ORDERS)
+def test_blocks_of_a_window_give_what_all_keys_give(order, window, monkeypatch):
+    monkeypatch.setattr(blocks, "ROWS", 3)  # does not divide a tile
+    tensors = drawn(4), drawn(2, seed=1), drawn(2, seed=2), drawn(4, seed=3)
+    distance = torch.arange(SEQ).unsqueeze(1) - torch.arange(SEQ)
+    seen = (distance >= 0) & (distance < window)
+
+    def masked(query, key, value):
+        return functional.scaled_dot_product_attention(query, key, value, seen, enable_gqa=True)
+
+    expected = reference(*tensors, masked)
+    assert largest(by_blocks(*tensors, order, True, window=window), expected) < 1e-12
+    monkeypatch.setattr(functions, "WINDOW_PART", 4)
+    assert largest(reference(*tensors, lambda *leaves: attend(*leaves, window=window)), expected) < 1e-12
+
+
+@pytest.mark.parametrize("window", range(1, SEQ + 1))
+@pytest.mark.parametrize("order", ORDERS)
+def test_tiles_of_a_window_are_its_pairs_and_each_query_of_one_sees_a_key(order, window):
+    found, work = np.zeros((SEQ, SEQ), dtype=int), 0
+    for mine in (spans_of(order, rank) for rank in range(RANKS)):
+        for theirs in (spans_of(order, source) for source in range(RANKS)):
+            for tile in tiles(mine, theirs, True, window):
+                rows, columns = positions(mine)[tile.query], positions(theirs)[tile.key]
+                seen = np.ones((len(rows), len(columns)), dtype=int)
+                seen = np.tril(seen) if tile.causal else seen
+                seen -= 0 if tile.oldest is None else np.tril(seen, tile.oldest)
+                assert seen.any(1).all()
+                found[np.ix_(rows, columns)] += seen
+                work += tile.work
+    wanted = np.tril(np.ones((SEQ, SEQ), dtype=int)) - np.tril(np.ones((SEQ, SEQ), dtype=int), -window)
+    assert np.array_equal(found, wanted) and work == wanted.sum()
 
 
 @pytest.mark.parametrize("order", ORDERS)
