@@ -97,11 +97,11 @@ def check_useful_cut(module: nn.Module, names: Sequence[str]) -> None:
     total = sum(parameter.numel() for parameter in module.parameters())
     for name in names:
         block = module.get_submodule(name)
-        layers_of = [path for path, part in block.named_modules() if isinstance(part, nn.ModuleList) and len(part) > 1]
-        if layers_of and sum(parameter.numel() for parameter in block.parameters()) > USELESS * total:
-            path = f"{name}.{layers_of[0]}"
-            message = f"block {name} holds the {len(block.get_submodule(layers_of[0]))} layers of {path}: one stage"
-            message += " would compute nearly all"
+        lists = {path: part for path, part in block.named_modules() if isinstance(part, nn.ModuleList)}
+        inner, inner_list = next(((path, part) for path, part in lists.items() if len(part) > 1), ("", None))
+        if inner_list and sum(parameter.numel() for parameter in block.parameters()) > USELESS * total:
+            path = f"{name}.{inner}"
+            message = f"block {name} holds the {len(inner_list)} layers of {path}: one stage would compute nearly all"
             raise undefined(message, f"model.blocks with {path}.* and what is around it")
 
 
