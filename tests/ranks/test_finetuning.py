@@ -56,6 +56,7 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "zero1": {"dp": 2, "strategy.data.kind": "zero1"},
     "tp": {"tp": 2},
     "pp": {"pp": 2},
+    "tp, pp": {"pp": 2, "tp": 2},
     "zero bubble, tp, recompute": {"pp": 2, "tp": 2, "schedule": "zero_bubble", "recompute": "full"},
     "fsdp, tp": {"dp": 2, "tp": 2, "strategy.data.kind": "fsdp"},
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +50,8 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
         network.module, network.takes_batch = module, spec.own_loss
     shards_weights = data_strategy(config.strategy.data.kind).shards_weights and (config.dp or 1) > 1
     if (config.tp or 1) > 1 or (config.pp or 1) > 1 or shards_weights:
-        network.before_split = partial(let_gradients_through, module)
+        # the module that it has then: a stage's copy, with the layers of a tensor strategy
+        network.before_split = lambda: let_gradients_through(network.get_submodule(ROOT))
     network.own_values = lambda seed: own_values(config, spec.vocab)
     return network
 
