@@ -45,7 +45,7 @@ class AccumulationRunner(PipelineRunner):
         microbatches = [self._microbatch(batch, index) for index in range(self._plan.batch.microbatches)]
         if torch.is_grad_enabled() and len(microbatches) == 1:
             self._counted = batch, self._output(microbatches[0])
-            return self._counted[1][1].detach()
+            return self._counted[1][1].detach().clone()
         was_training = self._part.training
         self._part.eval()  # statistics of BatchNorm are taken once, in `train`
         with torch.no_grad():
@@ -62,14 +62,19 @@ class AccumulationRunner(PipelineRunner):
 
     def train(self, batch: Batch, scale: float) -> Tensor:
         losses: list[Tensor] = []
-        counted, self._counted = self._counted, None
         for index in range(self._plan.batch.microbatches):
-            samples = self._microbatch(batch, index)
-            output = counted[1] if counted is not None and counted[0] is batch else self._output(samples)
-            loss = self._part.loss(output, samples.targets)
+            loss = self._loss(batch, index)
             losses.append(loss.detach())
             loss.backward(loss.new_full((), scale))
         return _total(losses, batch.sample_ids.device)
+
+    def _loss(self, batch: Batch, index: int) -> Tensor:
+        """Return the loss of a microbatch, which alone keeps the output alive: backward frees logits early."""
+        samples = self._microbatch(batch, index)
+        counted, self._counted = self._counted, None
+        output = counted[1] if counted is not None and counted[0] is batch else self._output(samples)
+        loss: Tensor = self._part.loss(output, samples.targets)
+        return loss
 
     def evaluate(self, batch: Batch) -> Tensor:
         return self._forward.totals(batch)
