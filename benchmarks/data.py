@@ -4,8 +4,7 @@
     python -m benchmarks.data --case text,mixture --steps 10 --name ""
 
 Each case is one run of `parallelrun` on one rank, with files made for it. `data_s` is what the rank waits for its
-samples in a step (median over steps from the third); the bar is 2 % of the step. `read_cpu_s` is the CPU time of
-reading one global batch, measured by itself; on a shared machine it repeats where the times do not.
+samples in a step (median over steps from the third); the bar is 2 % of the step. `read_cpu_s`: CPU time of a batch.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from parallelrun.training.loop.reader import HostSamples
 
 MOST = 0.02  # of a step
 GPT = ["model=gpt", "model.layers=4", "model.hidden=128", "model.seq=128", "global_batch=16"]
+BERT = ["model=hf", "model.path=BertForSequenceClassification", "model.hf={num_hidden_layers: 2, vocab_size: 257}"]
 RESNET = ["model=resnet", "global_batch=32"]
 Case = tuple[list[str], Callable[[Path], list[str]]]
 
@@ -56,7 +56,6 @@ def _text(folder: Path) -> list[str]:
 
 
 def _jsonl(folder: Path) -> list[str]:
-    """Compressed lines, by a tokenizer.json."""
     lines = "".join(json.dumps({"text": text}) + "\n" for text in _texts(folder))
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (folder / "tokenizer.json").write_text(json.dumps(byte_files(128, None)["tokenizer.json"]))
@@ -70,6 +69,18 @@ def _parquet(folder: Path) -> list[str]:
 
     write_table(pyarrow.table({"body": _texts(folder)}), folder / "a.parquet")
     return ["dataset=text", f"path={folder}/a.parquet", "dataset.column=body", f"dataset.cache={folder}/cache"]
+
+
+def _labelled(folder: Path) -> list[str]:
+    rows = "".join(json.dumps({"text": text, "label": len(text) % 2}) + "\n" for text in _texts(folder))
+    (folder / "rows.jsonl").write_text(rows)
+    return ["dataset=labelled", f"path={folder}/rows.jsonl"]
+
+
+def _custom(folder: Path) -> list[str]:
+    rows = "torch.randint(256, (1000, 129))"
+    (folder / "own.py").write_text(f"import torch\ndef build(): return [(row[:-1], row[1:]) for row in {rows}]\n")
+    return ["dataset=custom", f"dataset.source={folder}/own.py:build", "model.vocab=256"]
 
 
 def _megatron(folder: Path) -> list[str]:
@@ -118,10 +129,12 @@ CASES: dict[str, Case] = {
     "text": (GPT, _text),
     "text, jsonl.gz by tokenizer.json": (GPT, _jsonl),
     "text, parquet": (GPT, _parquet),
+    "chat": (GPT, lambda folder: ["dataset=chat"]),
+    "labelled": (BERT, _labelled),
+    "custom": (GPT, _custom),
     "megatron": (GPT, _megatron),
     "mixture": (GPT, _mixture),
     "synthetic tokens": (GPT, lambda folder: ["dataset=synthetic"]),
-    "synthetic images": (RESNET, lambda folder: ["dataset=synthetic", "model.image=32"]),
     "digits": (RESNET, lambda folder: ["dataset=digits"]),
     "mnist": (RESNET, _mnist),
     "cifar10": (RESNET, _cifar10),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -296,6 +297,4 @@ class ComparedRuns(RunComparison):
 
 def words_of(point: str | Sequence[str]) -> tuple[str, ...]:
     """The overrides of a sweep's point, which may be one text with spaces."""
-    import shlex
-
     return tuple(shlex.split(point) if isinstance(point, str) else point)

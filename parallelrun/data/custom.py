@@ -100,7 +100,10 @@ class CustomDataset(DatasetDefinition):
 
     def open(self, config: Config, spec: ModelSpec) -> Dataset:
         source = str(config.dataset.source)
-        inputs, _ = self.example(config)
+        inputs, target = self.example(config)
+        if target.dtype.kind == "f" and config.model.loss is None:
+            message = f"a target of {source} is no class or token id, but a number with a fraction"
+            raise ConfigError(Problem(message, KEY, "model.loss=./net.py:loss", kind="undefined"))
         if isinstance(inputs, np.ndarray) and inputs.shape != spec.sample_shape:
             message = f"an input of {source} has the shape {inputs.shape}, and the model reads {spec.sample_shape}"
             fix = f"model.seq={inputs.shape[0]}" if spec.kind == "tokens" and inputs.ndim == 1 else ""

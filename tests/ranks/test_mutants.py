@@ -135,4 +135,5 @@ def test_the_same_plan_without_a_bug_passes(overrides: Overrides) -> None:
 def test_every_mutant_is_planted() -> None:
     mutants = {name for module in MODULES for name, function in getmembers(module, isfunction)
                if function.__module__ == module.__name__ and not name.startswith("_")}  # fmt: skip
-    assert mutants == {name for name, _ in PLANTED}
+    elsewhere = {"weights_of_other_choices"}  # test_hugging_face.py, which needs transformers
+    assert mutants == {name for name, _ in PLANTED} | elsewhere

@@ -242,3 +242,7 @@ class Nested(nn.Module):
 
 def nested(vocab: int) -> nn.Module:
     return Nested(vocab)
+
+
+def regression() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.ones(3, 8, 8), torch.tensor(0.5))] * 100

@@ -11,7 +11,8 @@ from typing import Any
 
 from parallelrun.base.errors import Problem
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.models.hugging_face import Family, Field, Fields, FixedTensor, Piece, both, options
+from parallelrun.models.config_fields import Fields
+from parallelrun.models.hugging_face import Family, Field, FixedTensor, Piece, both, options
 from parallelrun.planner.model.model_spec import ModelSpec
 
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}  # theirs -> ours

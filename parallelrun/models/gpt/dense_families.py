@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from parallelrun.base.errors import Problem
 from parallelrun.config.schema.model_schema import ModelConfig
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.models.hugging_face import ROPE_KEYS, Family, Field, Fields, Piece, both, options
+from parallelrun.models.config_fields import ROPE_KEYS, Fields
+from parallelrun.models.hugging_face import Family, Field, Piece, both, options
 from parallelrun.models.moe import spec as moe
 from parallelrun.models.transformer import spec as transformer
 from parallelrun.models.transformer.latent_spec import rotary_growth

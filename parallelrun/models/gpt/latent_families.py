@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.config.schema.run_schema import Config
+from parallelrun.models.config_fields import Fields
 from parallelrun.models.gpt.dense_families import Decoder, decoder_table
 from parallelrun.models.gpt.expert_families import Glm4Moe, expert_table
-from parallelrun.models.hugging_face import Field, Fields, FixedTensor, Piece
+from parallelrun.models.hugging_face import Field, FixedTensor, Piece
 from parallelrun.models.transformer.latent_spec import KEYS
 from parallelrun.planner.model.model_spec import ModelSpec
 

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.config.schema.run_schema import Config
+from parallelrun.models.config_fields import Fields
 from parallelrun.models.gpt.dense_families import Decoder, decoder_table
 from parallelrun.models.gpt.expert_families import Mixtral, experts, routing_differences
-from parallelrun.models.hugging_face import Field, Fields, Piece
+from parallelrun.models.hugging_face import Field, Piece
 from parallelrun.planner.model.model_spec import ModelSpec
 
 BASE = {"hidden_act": "silu", "use_sliding_window": False}

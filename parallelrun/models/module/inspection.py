@@ -14,22 +14,20 @@ from torch import Tensor, nn
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.base.precision import BYTES, TABLE
 from parallelrun.base.registry import has
-from parallelrun.config.schema.run_schema import DEFAULT_GLOBAL_BATCH, Config
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed import torch_private
 from parallelrun.models import layers
-from parallelrun.models.module import checks, lora, network, slices, source
+from parallelrun.models.module import checks, lora, network, samples, slices, source
 from parallelrun.models.module.measuring import BlockMeasure
 from parallelrun.models.module.outputs import call, undefined
 from parallelrun.models.module.own_forward import ROOT
 from parallelrun.models.module.own_loss import LossBatch
 from parallelrun.models.moe import own_experts
 from parallelrun.planner.contract.classes import tensor_strategy
-from parallelrun.planner.model.definitions import dataset
 from parallelrun.planner.model.model_spec import MEASURED, BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 
 OWN = Initialiser("own")
 RUN_PARAMETERS = 300_000_000  # larger modules are not built to run one sample through them
-IMAGE_SIZE = 224  # where neither the images nor the module have one
 CHECKED_PARAMETERS = 20_000_000  # larger modules are not run on real numbers: that would take seconds
 Sizes = tuple[int, ...]
 
@@ -70,32 +68,14 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
             raise undefined(message, network.suggested_blocks(module))
         source.apply_roles(module, config, torch.float32)
     module.eval()
-    names = list(how.blocks) if how else network.block_names(module, patterns, where) or [""]
-    if (config.pp or 1) > 1:
-        checks.check_useful_cut(module, names)
-    kind, shape = _samples(config, module)
-    width = BYTES[TABLE[config.precision.name].compute]
-    if config.model.loss and patterns:
-        raise undefined("model.loss calls the whole module, and model.blocks divides it", "leave model.blocks out")
+    names = list(how.blocks) if how else _block_names(config, module, where)
+    kind, shape = samples.kind_and_shape(config, module)
     experts, choices = own_experts.watched(module)
-    if device:
-        batch = _example(config, kind, shape, device)
-        blocks, boundary, output = _measure(module, names, batch, width, chained=not how)
-        if config.tp != 1 and not config.model.loss:
-            halved = source.build_with_roles(config, vocab, device).eval()
-            blocks = _with_replicated(blocks, halved, names, batch, width, chained=not how)
-    else:
-        blocks, boundary, output = _estimate(module, names, kind, shape, vocab)
-    if config.model.loss:
-        boundary, output = (1,), (1, vocab)
-    else:
-        _check_output(builder, where, output, vocab)
-    if kind == "tokens" and len(boundary) == 1:  # a class of a text: its layers compute on all tokens
-        boundary = (*shape, next(iter(module.parameters())).shape[-1])
+    blocks, boundary, output = _computed(device, config, vocab, module, names, chained=not how)
     is_small = sum(block.num_parameters for block in blocks) <= CHECKED_PARAMETERS
     if patterns and is_small and not how:
         checks.check_chain(config, vocab, names, kind, shape)
-    heads = _number(module, "heads")
+    heads = samples.positive_attribute(module, "heads")
     if device and heads % (config.tp or 1) == 0:  # else the tensor strategy refuses, with the nearest legal degrees
         checks.check_split(device, config, vocab, kind, shape)
     if _asks_for_slices(config) and kind == "tokens" and is_small:
@@ -111,7 +91,7 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
         vocab=output[-1],
         hidden=boundary[-1],
         heads=heads,
-        kv_heads=_number(module, "kv_heads") or heads,
+        kv_heads=samples.positive_attribute(module, "kv_heads") or heads,
         seq=shape[0] if kind == "tokens" else 0,
         norm=next(norms, "layernorm"),  # decides the norms' traffic under a grid; the first where they differ
         tied=_tied(module),
@@ -124,86 +104,45 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     return spec
 
 
+def _computed(
+    device: str, config: Config, vocab: int, module: nn.Module, names: list[str], chained: bool
+) -> tuple[tuple[BlockSpec, ...], Sizes, Sizes]:
+    """(blocks, boundary shape, output shape), measured on `device`, or estimated without one."""
+    kind, shape = samples.kind_and_shape(config, module)
+    width = BYTES[TABLE[config.precision.name].compute]
+    if device:
+        batch = samples.example(config, kind, shape, device)
+        blocks, boundary, output = _measure(module, names, batch, width, chained)
+        if config.tp != 1 and not config.model.loss:
+            halved = source.build_with_roles(config, vocab, device).eval()
+            blocks = _with_replicated(blocks, halved, names, batch, width, chained)
+    else:
+        blocks, boundary, output = _estimate(module, names, kind, shape, vocab)
+    if config.model.loss:
+        return blocks, (1,), (1, vocab)
+    builder = source.builder_of(config)
+    _check_output(builder, builder.title(config), output, vocab)
+    if kind == "tokens" and len(boundary) == 1:  # a class of a text: its layers compute on all tokens
+        boundary = (*shape, next(iter(module.parameters())).shape[-1])
+    return blocks, boundary, output
+
+
+def _block_names(config: Config, module: nn.Module, where: str) -> list[str]:
+    """The names of the blocks, in order; one empty name for the whole module. Raises ConfigError for a useless cut."""
+    patterns = config.model.blocks
+    if config.model.loss and patterns:
+        raise undefined("model.loss calls the whole module, and model.blocks divides it", "leave model.blocks out")
+    names = network.block_names(module, patterns, where) or [""]
+    if (config.pp or 1) > 1:
+        checks.check_useful_cut(module, names)
+    return names
+
+
 def _check_output(builder: Any, where: str, output: Sizes, vocab: int) -> None:
     if len(output) < 2 or output[-1] < vocab:
         needed = f"logits (1, [seq,] vocab) with vocab >= {vocab} are needed"
         message = f"{where} gives shape {output} for one sample; {needed}"
         raise ConfigError(Problem(message, builder.KEY, builder.VOCAB_FIX, kind="arithmetic"))
-
-
-def _samples(config: Config, module: nn.Module) -> tuple[str, Sizes]:
-    """(kind, shape of one sample): what the dataset says; else token ids for a module that embeds, images if it has 3
-    dims, else features."""
-    example = dataset(config).example(config)
-    if example is not None:
-        inputs = example[0]
-        if isinstance(inputs, dict):
-            return "features", (sum(array.size for array in inputs.values()),)
-        kind = "tokens" if inputs.dtype.kind == "i" and inputs.ndim == 1 else "features"
-        return "images" if inputs.ndim == 3 else kind, inputs.shape
-    if any(isinstance(part, (nn.Embedding, layers.TokenEmbedding)) for part in module.modules()):
-        return "tokens", (config.model.seq,)
-    shape = _attribute(module, "sample_shape")
-    if shape is None or callable(shape):  # a method of that name is no size
-        shape = _image_shape(config, module) or (config.model.hidden,)
-    if not isinstance(shape, (tuple, list)) or not shape or not all(type(size) is int and size > 0 for size in shape):
-        title = source.builder_of(config).title(config)
-        message = f"sample_shape={shape!r} of {title} is no shape of a sample, such as (3, 32, 32)"
-        raise ConfigError(Problem(message, "model.source", "sample_shape = (channels, height, width), or (features,)"))
-    return "images" if len(shape) == 3 else "features", tuple(shape)
-
-
-def _image_shape(config: Config, module: nn.Module) -> Sizes | None:
-    """Return the shape of the dataset's images as a module that begins with a convolution reads them: its channels, and
-    the size of `model.image`, of its attribute `image_size`, or of the images. None for other data and modules."""
-    images = dataset(config).image_shape(config)
-    first = next((part for part in module.modules() if isinstance(part, nn.Conv2d)), None)
-    if images is None or first is None:
-        return None
-    size = config.model.image or _number(module, "image_size") or images[1] or IMAGE_SIZE
-    return first.in_channels, size, size
-
-
-def _example(config: Config, kind: str, shape: Sizes, device: str) -> Any:
-    """Return the input of the module as training passes it: one sample, or for the user's own loss, which may compare
-    samples, as many as a data replica has."""
-    example = dataset(config).example(config)
-    num_samples = 1
-    if config.model.loss:
-        of_replica = (config.global_batch or DEFAULT_GLOBAL_BATCH) // (config.dp or 1)
-        num_samples = config.micro_batch or config.local_batch or max(1, of_replica)
-    if example is None:
-        inputs: Any = network.inputs(kind, shape, num_samples, device)
-        targets = torch.zeros(num_samples, dtype=torch.int64, device=device)
-    else:
-        arrays, target = example
-        targets = _copies(target, num_samples, device)
-        is_dict = isinstance(arrays, dict)
-        inputs = (
-            {name: _copies(array, num_samples, device) for name, array in arrays.items()} if is_dict
-            else _copies(arrays, num_samples, device)
-        )  # fmt: skip
-    if not config.model.loss:
-        return inputs
-    return LossBatch(inputs, targets, torch.arange(num_samples, device="cpu"), config.seed)
-
-
-def _copies(array: Any, number: int, device: str) -> Tensor:
-    return torch.stack([torch.as_tensor(array, device=device)] * number)
-
-
-def _attribute(module: nn.Module, name: str) -> Any:
-    """The value of an attribute of the user's module; None if it has none, or reading it fails."""
-    try:
-        return getattr(module, name, None)
-    except Exception:  # a property of the user's may raise anything
-        return None
-
-
-def _number(module: nn.Module, name: str) -> int:
-    """An attribute that is a positive whole number; 0 if it is none: the user may call anything `heads`."""
-    value = _attribute(module, name)
-    return value if type(value) is int and value > 0 else 0
 
 
 def _measure(

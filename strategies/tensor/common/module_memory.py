@@ -5,7 +5,7 @@ from __future__ import annotations
 from parallelrun.base.precision import BYTES
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.tensor_strategy import LayerBackward
-from parallelrun.planner.model.model_spec import MEASURED, BlockSpec, LayerSpec
+from parallelrun.planner.model.model_spec import MEASURED, SAMPLE_SET_ROLE, BlockSpec, LayerSpec
 
 from .activation_memory import stated_elements
 
@@ -34,3 +34,12 @@ def factor_backward(layer: LayerSpec, waiting: int, weights: int, plan: Plan) ->
     """
     features = layer.in_features if layer.in_features < layer.out_features else 0
     return LayerBackward(plan.num_rows * features * BYTES[plan.precision.compute], waiting, weights=weights)
+
+
+def says_itself(block: BlockSpec, plan: Plan) -> bool:
+    """Whether the model says what a block saves (`saved_elements`): of images, and of a user's module, which was
+    measured, also as halves where it is split: a role of some layers tells nothing of the others."""
+    is_divided = plan.tensor.is_one_dimensional and not plan.tensor.sequence_parallel
+    is_measured = plan.mesh.size("tp") == 1 or (is_divided and block.replicated_elements is not None)
+    says = plan.spec.kind == "images" or (block.kind == MEASURED and is_measured)
+    return says or {layer.layer_role for layer in block.layers} <= {"", "dropout", SAMPLE_SET_ROLE}

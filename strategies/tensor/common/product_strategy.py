@@ -30,7 +30,7 @@ from parallelrun.base.precision import BYTES
 from parallelrun.planner.contract.parameters import block_dtypes, element_bytes
 from parallelrun.planner.contract.plan import Plan, once
 from parallelrun.planner.contract.tensor_strategy import LayerBackward
-from parallelrun.planner.model.model_spec import MEASURED, SAMPLE_SET_ROLE, BlockSpec, LayerSpec
+from parallelrun.planner.model.model_spec import MEASURED, BlockSpec, LayerSpec
 from parallelrun.planner.model.product import ActivationLayout, Product, degree, num_panels, transfers
 
 from . import expert_memory, latent_memory, module_memory, step_memory
@@ -110,7 +110,7 @@ class ProductStrategy(ProductTraffic):
                 step_memory.step_backward(step, layers.get(step.layer), weights.get(step.layer, 0), plan)
                 for step in block.backward.steps
             )
-        if _says_itself(block, plan):
+        if module_memory.says_itself(block, plan):
             return (module_memory.stated_backward(block, plan), *self._measured_loss(block, plan))
         in_order = expert_memory.as_computed(block.layers)
         backwards = [backward for layer in in_order for backward in self._layer_backward(layer, block, plan)]
@@ -266,15 +266,6 @@ class ProductStrategy(ProductTraffic):
             outputs = 3 * plan.spec.qk_features // degree(product.y.features, plan.mesh.sizes)
         own = attention_bytes(rows, plan.spec.heads // degree(product.y.features, plan.mesh.sizes), outputs, plan)
         return own + self.shared_bytes(layer, product, plan)
-
-
-def _says_itself(block: BlockSpec, plan: Plan) -> bool:
-    """Whether the model says what a block saves (`saved_elements`): of images, and of a user's module, which was
-    measured, also as halves where it is split: a role of some layers tells nothing of the others."""
-    is_divided = plan.tensor.is_one_dimensional and not plan.tensor.sequence_parallel
-    is_measured = plan.mesh.size("tp") == 1 or (is_divided and block.replicated_elements is not None)
-    says = plan.spec.kind == "images" or (block.kind == MEASURED and is_measured)
-    return says or {layer.layer_role for layer in block.layers} <= {"", "dropout", SAMPLE_SET_ROLE}
 
 
 def _bytes(layout: ActivationLayout, features: int, plan: Plan) -> int:

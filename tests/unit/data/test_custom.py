@@ -67,6 +67,12 @@ def test_what_is_no_dataset_is_refused_by_the_name_of_the_function(function, tex
     assert function in str(refusal.value) and refusal.value.problems[0].where == "dataset.source"
 
 
+def test_targets_with_fractions_need_a_loss():
+    vision = {"model.source": f"{NETS}:resnet18"}
+    with pytest.raises(ConfigError, match="number with a fraction"):
+        opened("regression", **vision)
+
+
 @pytest.mark.parametrize(
     ("loss", "text"),
     [("no_pair", "not the pair"), ("nan_count", "the count nan"), ("nosuch", "has no function")],

@@ -22,6 +22,10 @@ MODULE = {
     "model.name": "module", "model.preset": "module", "model.source": "tests/unit/user_net.py:build", "tp": 2,
     "model.roles": {"*.[qkv]": "column_parallel", "*.out": "row_parallel"}, "model.vocab": 32,
 }  # fmt: skip
+IMAGES = {
+    "model.name": "module", "model.preset": "module", "model.source": "tests/unit/other_nets.py:resnet18",
+    "dataset.name": "digits", "dataset.vocab": None, "model.vocab": None,
+}  # fmt: skip
 ELSEWHERE = {"vocab", "norm_samples", "dropout"}  # the plan reads them
 MLP = {"model.name": "mlp", "model.preset": "mlp"}
 OF_ANY = {
@@ -38,7 +42,7 @@ CASES = {
     "gpt": [{}, LLAMA3, LATENT | YARN],
     "bert": [BERT],
     "mlp": [MLP, MLP | {"dataset.name": "pystdlib", "model.vocab": 256}],
-    "resnet": [BOTTLENECK], "vgg": [VGG], "alexnet": [ALEXNET], "module": [MODULE],
+    "resnet": [BOTTLENECK], "vgg": [VGG], "alexnet": [ALEXNET], "module": [MODULE, IMAGES],
 }  # fmt: skip
 
 

@@ -1,0 +1,49 @@
+"""The layers of a block, and how column-parallel ones pair with a row-parallel one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallelrun.planner.model.model_spec.parameters import ParameterSpec
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer with a role, which a tensor strategy may replace.
+
+    name: one-device module name (`layers.0.attention.qkv`). layer_role: `column_parallel` (one input, one or more
+    outputs that may be split), `row_parallel` (its input may be split), `linear` (never split), `embedding`,
+    `position_embedding`, `head`, `norm`, `dropout`, `router`, `expert`; `shared_input` and `expert_output` (without
+    parameters) around router and experts, the former also of a key that heads share; empty for a user's layer without
+    a role. in_features and out_features are global; `column_parallel` counts the sum of its outputs. A `head` with a
+    tied weight has no `parameters`, and `tied` names the parameter it reads. possible_roles: the roles that a user's
+    own layer can have. input_gradients: the tensors of the gradient for its input that exist at
+    once: a layer with an adapter (LoRA), which are the layers after it, has its own and the adapter's.
+    """
+
+    name: str
+    layer_role: str
+    in_features: int
+    out_features: int
+    parameters: tuple[ParameterSpec, ...] = ()
+    tied: str | None = None
+    possible_roles: tuple[str, ...] = ()
+    input_gradients: int = 1
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is a factor of an adapter."""
+        return any(parameter.is_adapter for parameter in self.parameters)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The column-parallel layers of a block that read one input, and the row-parallel layer that reads their outputs.
+
+    A column-parallel layer without a following row-parallel layer has row None; a row-parallel layer without preceding
+    column-parallel layers has no columns. inside: the layers between the two.
+    """
+
+    columns: tuple[LayerSpec, ...]
+    row: LayerSpec | None
+    inside: tuple[LayerSpec, ...] = ()
