@@ -1,7 +1,6 @@
 """How much of a step waits for data, for every dataset, and the CPU time that reading takes in the background.
 
-    python -m benchmarks.data                      # a few minutes on two cores
-    python -m benchmarks.data --case text,mixture --steps 10 --name ""
+    python -m benchmarks.data --case text,mixture --steps 10 --name ""  # all cases: a few minutes on two cores
 
 Each case is one run of `parallelrun` on one rank, with files made for it. `data_s` is what the rank waits for its
 samples in a step (median over steps from the third); the bar is 2 % of the step. `read_cpu_s`: CPU time of a batch.
@@ -72,8 +71,8 @@ def _parquet(folder: Path) -> list[str]:
 
 
 def _labelled(folder: Path) -> list[str]:
-    rows = "".join(json.dumps({"text": text, "label": len(text) % 2}) + "\n" for text in _texts(folder))
-    (folder / "rows.jsonl").write_text(rows)
+    rows = [json.dumps({"text": text, "label": len(text) % 2}) for text in _texts(folder)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
     return ["dataset=labelled", f"path={folder}/rows.jsonl"]
 
 
