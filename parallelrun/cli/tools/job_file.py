@@ -29,6 +29,7 @@ from parallelrun.launch.job_files.job_file import JobFile
 from parallelrun.launch.job_files.kubernetes import KubernetesJob
 from parallelrun.launch.job_files.skypilot import SkyPilotJob
 from parallelrun.launch.job_files.slurm import SlurmJob
+from parallelrun.planner.contract.degrees import LARGEST
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.planner.search.open_keys import faster_precision, is_open
@@ -176,6 +177,8 @@ def _composed(verb: str, job: JobFile, words: Sequence[str]) -> tuple[CommandLin
 def _planned(job: JobFile, composed: Composed) -> Plan:
     """The plan on the job's ranks. Raises ConfigError, with the number of nodes that the plan would fill."""
     config, user_keys, gpus = composed.config, composed.given, job.gpus_per_node * job.nodes
+    if job.num_ranks > LARGEST:  # whose divisors would be searched for hours
+        raise ConfigError(Problem(f"nodes={job.nodes} have {job.num_ranks} ranks, more than {LARGEST:,}", "nodes"))
     try:
         return resolve(config, given=user_keys, world=job.num_ranks or None, gpus=gpus)
     except ConfigError as error:

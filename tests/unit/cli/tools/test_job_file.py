@@ -125,3 +125,8 @@ def test_a_job_that_slurm_refuses_is_an_error_with_its_words(monkeypatch, tmp_pa
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert main(["slurm", *RUN, *JOB, "--submit"]) == 3
     assert "sbatch: invalid partition specified: gpu" in capsys.readouterr().err
+
+
+def test_more_ranks_than_any_machine_has_are_refused_at_once():
+    with pytest.raises(ConfigError, match="have 799999999999999999992 ranks, more than"):
+        slurm(["model=gpt", "strategy=ptdp", "nodes=99999999999999999999", "gpus_per_node=8", "time=1:00:00"])
