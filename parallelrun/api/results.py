@@ -172,7 +172,7 @@ class Run:
     def _refuse_code(self) -> None:
         """Raise ConfigError for a run of a user's code that is not trusted: its directory may be a stranger's."""
         if (code := named_code(self.config)) and not self.trust:
-            cause = f"that run calls {code}, and a run directory may come from a stranger"
+            cause = f"that run calls {', '.join(code.values())}, and a run directory may come from a stranger"
             raise ConfigError(Problem(cause, "trust", "load(..., trust=True)"))
 
     @property

@@ -13,6 +13,8 @@ from parallelrun.checkpoint.resume import LATEST, newest, no_checkpoint, saved_c
 from parallelrun.config.compose import Composed
 from parallelrun.config.continued import continued, differences
 from parallelrun.config.kept_model import with_kept
+from parallelrun.config.keys import named_code
+from parallelrun.config.schema.run_schema import Config
 
 
 def with_saved_configuration(composed: Composed, world: int | None) -> Composed:
@@ -34,15 +36,17 @@ def with_saved_configuration(composed: Composed, world: int | None) -> Composed:
         return composed
     saved = saved if "model.path" in composed.given else with_kept(saved, checkpoint.run)
     config = continued(requested, composed.given, saved, world)
-    _refuse_code(config.model.source, composed.given)
+    _refuse_code(config, composed.given)
     changed = differences(config, saved, composed.given)
     settings = f"with that run's configuration (checkpoint.every={config.checkpoint.every}"
     print(f"{said}; {settings}{', changed: ' if changed else ''}{', '.join(changed)})", file=sys.stderr)
     return replace(composed, config=replace(config, resume=str(checkpoint.run)))
 
 
-def _refuse_code(source: str | None, user_keys: frozenset[str]) -> None:
+def _refuse_code(config: Config, user_keys: frozenset[str]) -> None:
     """Refuse code that only the run directory names: it may come from a stranger."""
-    if source is not None and "model.source" not in user_keys:
-        cause = f"that run trains the module {source}, and code must be named on the command line"
-        raise ConfigError(Problem(cause, "resume", f"the same command with model=module model.source={source}"))
+    code = named_code(config)
+    if unnamed := [source for key, source in code.items() if key not in user_keys]:
+        words = " ".join(f"{key}={source}" for key, source in code.items())
+        cause = f"that run calls {', '.join(unnamed)}, and code must be named on the command line"
+        raise ConfigError(Problem(cause, "resume", f"the same command with model={config.model.preset} {words}"))

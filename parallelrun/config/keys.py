@@ -177,6 +177,6 @@ def nearest_keys(word: str, count: int = 3) -> list[str]:
     return list(dict.fromkeys(same or spelled or borrowed or nearest(word, typed, count)))[:count]
 
 
-def named_code(config: Config) -> str | None:
-    """Return the first function of the user's that a configuration names, None if there is none."""
-    return next((code for key in CODE_KEYS if (code := attrgetter(key)(config)) is not None), None)
+def named_code(config: Config) -> dict[str, str]:
+    """Return the functions of the user's that a configuration names, by key."""
+    return {key: code for key in CODE_KEYS if (code := attrgetter(key)(config)) is not None}

@@ -16,6 +16,7 @@ from parallelrun.checkpoint.exchange.weights import CheckpointWeights, FileWeigh
 from parallelrun.checkpoint.resume import CONFIG_FILE, saved_config
 from parallelrun.config import from_hf
 from parallelrun.config.kept_model import with_kept
+from parallelrun.config.keys import named_code
 from parallelrun.config.schema.model_schema import DatasetConfig, ModelConfig
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.hugging_face import Piece
@@ -143,8 +144,8 @@ def _saved(folder: Path, path: Path, where: str, trust: bool) -> Config:
     config = saved_config(folder)
     if config is None:
         raise CheckpointError(Problem(f"{path} has neither {from_hf.CONFIG_FILE} nor {CONFIG_FILE}", where))
-    if config.model.source is not None and not trust:
-        message = f"{path} holds a model of the user's own code ({config.model.source}), which is not loaded from here"
+    if (code := named_code(config)) and not trust:
+        message = f"{path} calls the user's own code ({', '.join(code.values())}), which is not loaded from here"
         raise ConfigError(Problem(message, where))
     return with_kept(config, folder)
 

@@ -24,6 +24,7 @@ from parallelrun.base.errors import EXIT_HANG, EXIT_INTERRUPTED, EnvironmentProb
 from parallelrun.base.records import write_json
 from parallelrun.base.stop_signals import STOP_SIGNALS, raise_pending
 from parallelrun.base.wording import print_note
+from parallelrun.config.keys import named_code
 from parallelrun.launch.failures import failure, guard, hang, reach
 from parallelrun.launch.failures.failure import GRACE_S, LOST_PEER, TIMED_OUT, Failure
 from parallelrun.launch.failures.outcome import Outcome, conclude
@@ -82,7 +83,7 @@ def _lead(attached: Attached, job: Job, argv: Sequence[str]) -> int:
         "directory": str(job.directory),
         "worker": job.worker,
         "attempt": job.attempt,
-        "source": job.config.model.source,
+        "code": named_code(job.config),
         "num_gpus": job.plan.num_workers if job.plan.device == "cuda" else 0,  # the first ranks use one each
         "options": asdict(job.options),  # any rank may print how to resume
     }
@@ -149,7 +150,7 @@ def _member(attached: Attached, run: dict[str, Any], argv: Sequence[str]) -> dic
         pid=os.getpid(),
         born=start_time(os.getpid()),
         words=rendezvous.command_line(argv),
-        code=rendezvous.code(run["source"]),
+        code=rendezvous.code(run["code"]),
         code_version=rendezvous.code_version(),
         config=digest(run["config"]),
         directory_seen=(Path(run["directory"]) / "config.yaml").exists(),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
@@ -105,12 +105,13 @@ def command_line(words: Sequence[str]) -> dict[str, tuple[str, str]]:
     }
 
 
-def code(model_source: str | None) -> dict[str, str]:
-    """Return versions and file hashes of the code of this rank, by name. model_source: the key `model.source`."""
+def code(functions: Mapping[str, str]) -> dict[str, str]:
+    """Return versions and file hashes of the code of this rank, by name. functions: the user's, by key."""
     versions = {"parallelrun's code": directory.code_fingerprint(), "torch": metadata.version("torch")}
-    file = Path((model_source or "").rpartition(":")[0]).expanduser()
-    if file.is_file():
-        versions[f"the file of model.source={model_source}"] = sha256(file.read_bytes()).hexdigest()
+    for key, source in functions.items():
+        file = Path(source.rpartition(":")[0]).expanduser()
+        if file.is_file():
+            versions[f"the file of {key}={source}"] = sha256(file.read_bytes()).hexdigest()
     return versions
 
 

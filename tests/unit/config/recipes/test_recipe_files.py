@@ -86,6 +86,8 @@ def test_what_a_recipe_gives_is_known(tmp_path):
         ("defaults:\n  - override /hydra/launcher: joblib\n", "may not choose hydra/launcher", 2),
         ("model:\n  _target_: os.system\n", "may not name code", 2),
         ("model:\n  source: ./evil.py:build\n", "may not name code", 2),
+        ("model:\n  loss: ./evil.py:loss\n", "may not name code", 2),
+        ("dataset:\n  source: ./evil.py:build\n", "may not name code", 2),
         ("name: ${oc.env:HOME}\n", "only use plain ${key}", 1),
         ("optimizer:\n  betas: ['${oc.env:HOME}']\n", "only use plain ${key}", 2),
         ("defaults:\n  - override /model: ${oc.env:HOME}\n", "only use plain ${key}", 2),

@@ -102,9 +102,9 @@ def test_the_file_of_a_user_s_module_is_compared(tmp_path):
     hashes = []
     for text in ("a", "b", "b"):
         file.write_text(text)
-        hashes.append(rendezvous.code(f"{file}:build"))
+        hashes.append(rendezvous.code({"model.source": f"{file}:build"}))
     assert hashes[0] != hashes[1] == hashes[2]
-    assert set(rendezvous.code(None)) == {"parallelrun's code", "torch"}
+    assert set(rendezvous.code({})) == {"parallelrun's code", "torch"}
 
 
 def test_a_damaged_config_and_an_unseen_run_directory_are_told():
