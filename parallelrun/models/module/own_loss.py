@@ -106,9 +106,14 @@ def _checked(out: Any, device: torch.device, title: str) -> Tensor:
         fix = "return losses.sum(), losses.numel()"
         raise ConfigError(Problem(f"{title} gave {shown}, not the pair (summed loss, count)", KEY, fix))
     total, count = out
-    if not isinstance(count, Tensor) and not (isfinite(count) and count >= 0):
-        raise ConfigError(Problem(f"{title} gave the count {count}: it must be a number >= 0", KEY))
-    number = torch.as_tensor(count, dtype=torch.float64, device=device).detach().reshape(())
+    message = f"{title} gave the count {count}: it must be a number >= 0"
+    try:
+        is_known = not (isinstance(count, Tensor) and count.is_meta)
+        if is_known and not (isfinite(float(count)) and float(count) >= 0):
+            raise ConfigError(Problem(message, KEY))
+        number = torch.as_tensor(count, dtype=torch.float64, device=device).detach().reshape(())
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(Problem(message, KEY)) from error
     return torch.stack((total.reshape(()).to(torch.float64), number))
 
 

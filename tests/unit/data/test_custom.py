@@ -75,7 +75,12 @@ def test_targets_with_fractions_need_a_loss():
 
 @pytest.mark.parametrize(
     ("loss", "text"),
-    [("no_pair", "not the pair"), ("nan_count", "the count nan"), ("nosuch", "has no function")],
+    [
+        ("no_pair", "not the pair"),
+        ("nan_count", "the count nan"),
+        ("negative_count", "must be a number >= 0"),
+        ("nosuch", "has no function"),
+    ],
 )
 def test_a_loss_that_breaks_its_contract_is_refused_before_the_run(loss, text):
     with pytest.raises(ConfigError, match=text) as refusal:
