@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -144,21 +143,14 @@ def _read(
 
 
 def _rows_of(file: DocumentFile) -> Iterator[tuple[str, Any]]:
-    if file.path.suffix.lower() not in (".jsonl", ".ndjson"):
+    if not file.is_jsonl:
         raise EnvironmentProblem(Problem(f"{file.path} is no .jsonl file", "dataset.path"))
-    with file.path.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise file.broken(number, f"no JSON: {error}") from error
-            if not isinstance(row, dict) or not isinstance(row.get(file.column), str):
-                raise file.broken(number, f"no JSON object with a text in {file.column!r}")
-            if not isinstance(row.get(FIELD), (str, int)):
-                raise file.broken(number, f"no text and no whole number in {FIELD!r}")
-            yield row[file.column], row[FIELD]
+    for number, row in file.objects():
+        if not isinstance(row, dict) or not isinstance(row.get(file.column), str):
+            raise file.broken(number, f"no JSON object with a text in {file.column!r}")
+        if not isinstance(row.get(FIELD), (str, int)):
+            raise file.broken(number, f"no text and no whole number in {FIELD!r}")
+        yield row[file.column], row[FIELD]
 
 
 DATASET = LabelledTexts()
