@@ -173,7 +173,7 @@ class Run:
         """Raise ConfigError for a run of a user's code that is not trusted: its directory may be a stranger's."""
         if (code := named_code(self.config)) and not self.trust:
             cause = f"that run calls {', '.join(code.values())}, and a run directory may come from a stranger"
-            raise ConfigError(Problem(cause, "trust", "load(..., trust=True)"))
+            raise ConfigError(Problem(cause, next(iter(code)), "load(..., trust=True)"))
 
     @property
     def overrides(self) -> tuple[str, ...]:

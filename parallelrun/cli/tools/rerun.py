@@ -58,7 +58,7 @@ def _config(directory: Path, runs: Path, trust: bool) -> Any:
         raise broken(directory / CONFIG, str(error)) from error
     if (code := named_code(config)) and not trust:
         cause = f"that run calls {', '.join(code.values())}, and a run directory may come from a stranger"
-        raise ConfigError(Problem(cause, "trust", command=f"parallelrun runs rerun {directory} --trust"))
+        raise ConfigError(Problem(cause, next(iter(code)), command=f"parallelrun runs rerun {directory} --trust"))
     if config.resume and not Path(config.resume).exists():
         cause = f"the run resumed from {config.resume}, which is gone"
         raise broken(directory / CONFIG, cause, "resume")

@@ -7,6 +7,7 @@ from html import escape
 
 from parallelrun.base.errors import ConfigError
 from parallelrun.base.wording import counted
+from parallelrun.config.keys import named_code
 from parallelrun.report.figures import evenly, seconds_text
 from parallelrun.report.page import charts
 from parallelrun.report.page.charts import GanttCell
@@ -45,7 +46,11 @@ def _predicted(run: RunRecord) -> str:
     from parallelrun.planner.resolve.resolve_config import resolve
 
     try:
-        plan = resolve(load_frozen((run.directory / CONFIG).read_text(encoding="utf-8")))
+        config = load_frozen((run.directory / CONFIG).read_text(encoding="utf-8"))
+        if code := named_code(config):  # which a stranger's run directory may name
+            called = escape(", ".join(code.values()))
+            return f"<p>The predicted schedule is not drawn: planning would call the run's code {called}.</p>"
+        plan = resolve(config)
     except ConfigError as error:  # of another version
         return f"<p>The predicted schedule cannot be drawn: {escape(error.problems[0].what)}.</p>"
     except (OSError, ValueError) as error:
