@@ -5,22 +5,26 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from parallelrun.base import user_code
 from parallelrun.base.errors import ConfigError, Problem
 
+EXAMPLES = {"model.source": "./net.py:build", "model.loss": "./net.py:loss", "dataset.source": "./data.py:build"}
+
 
 def named(key: str, source: str | None) -> tuple[str, str]:
     """(file or module, function) of `key=source`. Raises ConfigError, before the user's code is imported."""
     path, colon, name = (source or "").rpartition(":")
-    file, function = ("data" if key.startswith("dataset") else "net"), ("loss" if key.endswith("loss") else "build")
-    example = f"{key}=./{file}.py:{function}"
+    example = f"{key}={EXAMPLES[key]}"
     if not colon:
         value = key if source is None else f"{key}={source}:"
         raise ConfigError(Problem(f"{value} must name a function in a file or module", key, example))
@@ -63,9 +67,16 @@ def load(key: str, source: str | None) -> Callable[..., Any]:
 
 
 def _from_file(path: Path) -> Any:
+    """Import a file once as long as it does not change: what two keys name in it are parts of one module."""
+    state = path.stat()
+    return _import(path.resolve(), state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=16)
+def _import(path: Path, changed: int, size: int) -> Any:
     """Import a file under a name of its own, with its folder on the path so that it can import its neighbours."""
-    path = path.resolve()
-    spec = importlib.util.spec_from_file_location(f"parallelrun_user_{path.stem}", path)
+    name = f"parallelrun_user_{path.stem}_{sha256(os.fsencode(path)).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     module = importlib.util.module_from_spec(spec)
@@ -78,17 +89,22 @@ def _from_file(path: Path) -> Any:
     return module
 
 
+def parameters_of(function: Callable[..., Any]) -> Collection[str]:
+    """Return the names of a function's parameters; none of some functions that are written in C."""
+    with suppress(TypeError, ValueError):
+        return inspect.signature(function).parameters
+    return ()
+
+
 def call(key: str, source: str | None, offered: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
     """Call the function with `arguments`, and with what is `offered` under a name of its signature.
 
     Raises ConfigError with the user's lines.
     """
     function = load(key, source)
-    parameters: Mapping[str, Any] = {}
-    with suppress(TypeError, ValueError):  # some functions that are written in C have no signature
-        parameters = inspect.signature(function).parameters
+    names = parameters_of(function)
     try:
-        return function(**{**{name: value for name, value in offered.items() if name in parameters}, **arguments})
+        return function(**{**{name: value for name, value in offered.items() if name in names}, **arguments})
     except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
         raise failed(f"{source} fails", error, key) from error
 

@@ -9,8 +9,7 @@ go to the module's forward by name (`labels` is the target), or one input. numpy
 from __future__ import annotations
 
 import hashlib
-import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -138,13 +137,14 @@ def _items(config: Config, split: str) -> tuple[Any, bool]:
     """(what the user's function returned for a split, whether that is for both splits)."""
     source = config.dataset.source
     function = user_functions.load(KEY, source)
-    has_split = "split" in inspect.signature(function).parameters
-    return _called(source, split if has_split else "", config.dataset.samples), not has_split
+    has_split = "split" in user_functions.parameters_of(function)
+    return _called(function, source, split if has_split else "", config.dataset.samples), not has_split
 
 
 @lru_cache(maxsize=4)
-def _called(source: str | None, split: str, limit: int) -> Any:
-    """Call the user's function once in a process: data may take long to load."""
+def _called(function: Callable[..., Any], source: str | None, split: str, limit: int) -> Any:
+    """Call the user's function once in a process: data may take long to load. function: another one if its file has
+    changed."""
     items = user_functions.call(KEY, source, {"split": split}, {})
     if hasattr(items, "__len__") and hasattr(items, "__getitem__"):
         return items
@@ -158,6 +158,14 @@ def _called(source: str | None, split: str, limit: int) -> Any:
 
 
 def _fingerprint(splits: tuple[CustomSplit, CustomSplit]) -> str:
+    """sha256 of the number of items, and of some of them unless they differ when they are read again."""
+    digest = _digest(splits)
+    if digest == _digest(splits):
+        return digest
+    return hashlib.sha256(f"drawn/1/{[len(split) for split in splits]}".encode()).hexdigest()
+
+
+def _digest(splits: tuple[CustomSplit, CustomSplit]) -> str:
     """sha256 of the number of items, and of some of them, evenly over each split."""
     content = hashlib.sha256()
     for split in splits:

@@ -110,6 +110,16 @@ def negative_count(module: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return module(batch["left"], batch["right"]).sum(), torch.tensor(-3.0)
 
 
+def count_of_two(module: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    return module(batch["left"], batch["right"]).sum(), torch.ones(2)
+
+
+def loss_of_towers_only(module: Any, batch: Any) -> tuple[Tensor, int]:
+    if not isinstance(module, Towers):
+        raise TypeError("the module is of another class")
+    return module(batch["left"], batch["right"]).square().sum(), len(batch)
+
+
 class Items(Dataset[dict[str, Any]]):
     num_classes = 3
 
@@ -128,6 +138,18 @@ class Items(Dataset[dict[str, Any]]):
 
 def items() -> Items:
     return Items()
+
+
+class DrawnItems(Items):
+    """Items with noise of torch's own generator, as an augmentation has it."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = super().__getitem__(index)
+        return {**item, "left": item["left"] + torch.randn(4)}
+
+
+def drawn_items() -> Items:
+    return DrawnItems()
 
 
 def divided_items(split: str) -> Items:

@@ -42,7 +42,8 @@ class LossBatch:
         return tensors_of(self.inputs)[0].device
 
     def __getitem__(self, name: str) -> Tensor:
-        assert not isinstance(self.inputs, Tensor), f"the dataset yields a tensor: it has no entry {name!r}"
+        if isinstance(self.inputs, Tensor):
+            raise TypeError(f"the dataset yields tensors, which have no entry {name!r}: use batch.inputs")
         return self.inputs[name]
 
     def generators(self, stream: int = 0) -> list[torch.Generator]:
@@ -52,7 +53,7 @@ class LossBatch:
         return [torch.Generator().manual_seed(key % 2**63) for key in keys]
 
     def randn(self, *shape: int, stream: int = 0) -> Tensor:
-        """Return normal noise (n, *shape), the same under every plan. Another `stream` gives other noise."""
+        """Return normal noise (n, *shape), the same under every plan. Two calls with one `stream` return the same."""
         rows = [torch.randn(shape, generator=generator) for generator in self.generators(stream)]
         return torch.stack(rows).to(self.device)
 
@@ -72,6 +73,10 @@ class _Module:
 
     def __init__(self, module: nn.Module):
         self._module, self._forward = module, module.forward
+
+    @property
+    def __class__(self) -> type:  # for isinstance
+        return type(self._module)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._forward(*arguments, **named)
@@ -106,15 +111,17 @@ def _checked(out: Any, device: torch.device, title: str) -> Tensor:
         fix = "return losses.sum(), losses.numel()"
         raise ConfigError(Problem(f"{title} gave {shown}, not the pair (summed loss, count)", KEY, fix))
     total, count = out
-    message = f"{title} gave the count {count}: it must be a number >= 0"
-    try:
-        is_known = not (isinstance(count, Tensor) and count.is_meta)
-        if is_known and not (isfinite(float(count)) and float(count) >= 0):
-            raise ConfigError(Problem(message, KEY))
-        number = torch.as_tensor(count, dtype=torch.float64, device=device).detach().reshape(())
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(Problem(message, KEY)) from error
+    if not _is_count(count):
+        raise ConfigError(Problem(f"{title} gave the count {count}: it must be a number >= 0", KEY))
+    number = torch.as_tensor(count, dtype=torch.float64, device=device).detach().reshape(())
     return torch.stack((total.reshape(()).to(torch.float64), number))
+
+
+def _is_count(count: Any) -> bool:
+    """Whether it is a finite number >= 0, as far as a tensor on the meta device tells."""
+    if isinstance(count, Tensor) and (count.numel() != 1 or count.is_meta):
+        return count.numel() == 1
+    return isinstance(count, (int, float, Tensor)) and isfinite(count) and count >= 0
 
 
 def accept_dicts(module: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.config.schema.run_schema import DEFAULT_GLOBAL_BATCH, Config
@@ -54,28 +54,24 @@ def _image_shape(config: Config, module: nn.Module) -> Sizes | None:
 def example(config: Config, kind: str, shape: Sizes, device: str) -> Any:
     """Return the input of the module as training passes it: one sample, or for the user's own loss, which may compare
     samples, as many as a data replica has."""
-    example = dataset(config).example(config)
+    sample = dataset(config).example(config)
     num_samples = 1
     if config.model.loss:
         of_replica = (config.global_batch or DEFAULT_GLOBAL_BATCH) // (config.dp or 1)
         num_samples = config.micro_batch or config.local_batch or max(1, of_replica)
-    if example is None:
+    if sample is None:
         inputs: Any = network.inputs(kind, shape, num_samples, device)
         targets = torch.zeros(num_samples, dtype=torch.int64, device=device)
     else:
-        arrays, target = example
-        targets = _copies(target, num_samples, device)
-        is_dict = isinstance(arrays, dict)
-        inputs = (
-            {name: _copies(array, num_samples, device) for name, array in arrays.items()} if is_dict
-            else _copies(arrays, num_samples, device)
-        )  # fmt: skip
+        inputs, targets = (_copies(part, num_samples, device) for part in sample)
     if not config.model.loss:
         return inputs
     return LossBatch(inputs, targets, torch.arange(num_samples, device="cpu"), config.seed)
 
 
-def _copies(array: Any, number: int, device: str) -> Tensor:
+def _copies(array: Any, number: int, device: str) -> Any:
+    if isinstance(array, dict):
+        return {name: _copies(value, number, device) for name, value in array.items()}
     return torch.stack([torch.as_tensor(array, device=device)] * number)
 
 

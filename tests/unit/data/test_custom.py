@@ -52,40 +52,39 @@ def test_the_fingerprint_follows_the_items():
     assert opened("items").fingerprint == opened("items").fingerprint != opened("divided_items").fingerprint
 
 
+def test_items_that_draw_random_numbers_have_the_fingerprint_of_their_number():
+    drawn = [opened("drawn_items").fingerprint for _ in range(2)]
+    assert drawn[0] == drawn[1] != opened("items").fingerprint
+
+
 @pytest.mark.parametrize(
-    ("function", "text"),
+    ("key", "function", "text"),
     [
-        ("a_number", "no items by index"),
-        ("texts", "holds a str"),
-        ("triples", "has 3 parts"),
-        ("nosuch", "no function"),
+        ("dataset.source", "a_number", "no items by index"),
+        ("dataset.source", "texts", "holds a str"),
+        ("dataset.source", "triples", "has 3 parts"),
+        ("dataset.source", "nosuch", "no function"),
+        ("model.loss", "no_pair", "not the pair"),
+        ("model.loss", "nan_count", "the count nan"),
+        ("model.loss", "negative_count", "must be a number >= 0"),
+        ("model.loss", "count_of_two", "must be a number >= 0"),
+        ("model.loss", "nosuch", "has no function"),
     ],
 )
-def test_what_is_no_dataset_is_refused_by_the_name_of_the_function(function, text):
+def test_a_function_that_breaks_its_contract_is_refused_by_its_name_before_the_run(key, function, text):
     with pytest.raises(ConfigError, match=text) as refusal:
-        resolve(config_of(function))
-    assert function in str(refusal.value) and refusal.value.problems[0].where == "dataset.source"
+        resolve(config_of("items", **{key: f"{NETS}:{function}"}))
+    assert function in str(refusal.value) and refusal.value.problems[0].where == key
+
+
+def test_two_keys_that_name_one_file_share_its_classes():
+    resolve(config_of("items", **{"model.loss": f"{NETS}:loss_of_towers_only"}))
 
 
 def test_targets_with_fractions_need_a_loss():
     vision = {"model.source": f"{NETS}:resnet18"}
     with pytest.raises(ConfigError, match="number with a fraction"):
         opened("regression", **vision)
-
-
-@pytest.mark.parametrize(
-    ("loss", "text"),
-    [
-        ("no_pair", "not the pair"),
-        ("nan_count", "the count nan"),
-        ("negative_count", "must be a number >= 0"),
-        ("nosuch", "has no function"),
-    ],
-)
-def test_a_loss_that_breaks_its_contract_is_refused_before_the_run(loss, text):
-    with pytest.raises(ConfigError, match=text) as refusal:
-        resolve(config_of("items", **{"model.loss": f"{NETS}:{loss}"}))
-    assert refusal.value.problems[0].where == "model.loss"
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])
