@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.parity import assert_equal, parity
+from tests.ranks import ps_body
 
 NETS = Path(__file__).parents[1] / "unit" / "other_nets.py"
 
@@ -24,6 +26,7 @@ def data(kind: str, **more: Any) -> dict[str, Any]:
     return {"dp": 2, "strategy.data.kind": kind, **more}
 
 
+ROUNDS = {"strategy.data.sync_every": 2}
 CELLS = {
     "noise keyed by sample, ddp": cell("diffusion", "noise_loss", None, **data("ddp")),
     "noise keyed by sample, fsdp": cell("diffusion", "noise_loss", None, **data("fsdp")),
@@ -33,6 +36,12 @@ CELLS = {
         "towers", "two_tasks_loss", "items", **data("zero1", microbatches=2)
     ),
     "counts that differ, ring": cell("towers", "two_tasks_loss", "divided_items", **data("ring")),
+    "counts that differ, horovod": cell("towers", "two_tasks_loss", "items", **data("horovod")),
+    "counts that differ, local_sgd": cell("towers", "two_tasks_loss", "items", **data("local_sgd", **ROUNDS)),
+    "counts that differ, diloco": cell("towers", "two_tasks_loss", "items", **data("diloco", **ROUNDS)),
+    "counts that differ, hsdp": cell(
+        "towers", "two_tasks_loss", "items", **{**data("fsdp"), "dp": 4, "strategy.data.shard": 2}
+    ),
     "inputs by name": cell("towers", None, "items", **data("fsdp")),
     "inputs by name, of an iterable": cell("towers", None, "stream", **data("ddp")),
 }
@@ -41,6 +50,14 @@ CELLS = {
 @pytest.mark.parametrize("name", CELLS)
 def test_own_losses_and_own_data_are_exact(name: str) -> None:
     assert_equal(parity(CELLS[name]))
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_workers_of_a_parameter_server_count_by_the_own_loss(tmp_path: Path, consistency: str) -> None:
+    overrides = cell("towers", "two_tasks_loss", "items", dp=2, **{"strategy.data.consistency": consistency})
+    ps_body.run(tmp_path, overrides, "verify")
+    document = json.loads((tmp_path / "verify.json").read_text())
+    assert document["passed"], document["max_error"]
 
 
 SENTENCES = {"dataset.name": "custom", "dataset.source": f"{NETS}:sentences", "model.seq": 16, "global_batch": 8,
