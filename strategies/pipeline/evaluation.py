@@ -70,11 +70,8 @@ class ForwardPass:
             else:
                 part = self._part_of[step.stage]
                 samples = batch.microbatch(step.microbatch, self._plan.batch.micro_batch)
-                x = (
-                    network_input(part, samples)
-                    if step.stage == 0
-                    else _wait(*arrived.pop((step.stage, step.microbatch)))
-                )
+                is_first = step.stage == 0
+                x = network_input(part, samples) if is_first else _wait(*arrived.pop((step.stage, step.microbatch)))
                 output = part(x, samples.sample_ids, samples.documents)
                 if step.stage == last:
                     total[0] += part.loss(output, samples.targets).double()

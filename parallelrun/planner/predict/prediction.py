@@ -24,7 +24,7 @@ from parallelrun.planner.pieces import router_settings as routing
 from parallelrun.planner.pieces import sample_sets
 
 CONTROL = "control"
-INT64_BYTES = 8
+COUNT_BYTES = BYTES["float64"]
 LEAVES_OUT = (  # the first two unless the cluster's constants give them (`device_memory.on_device`)
     "the framework's own memory (CUDA context, communicators)",
     "allocator fragmentation",
@@ -82,7 +82,7 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
         elements = CONTROL_ELEMENTS + plan.num_norms
         rows.append(Collective(WORLD, "all_reduce", CONTROL, 1, elements * BYTES["float64"]))
     if plan.spec.has_ignored and pp_rank == plan.last_stage_pp_rank and plan.num_data_ranks > 1:
-        rows.append(Collective(plan.data_axis, "all_reduce", CONTROL, 1, INT64_BYTES))  # the number of valid targets
+        rows.append(Collective(plan.data_axis, "all_reduce", CONTROL, 1, COUNT_BYTES))  # the number of valid targets
     return merge(rows)
 
 

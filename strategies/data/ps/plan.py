@@ -15,7 +15,7 @@ from parallelrun.planner.contract.data_strategy import DataStrategy
 from parallelrun.planner.contract.messages import Call, ExplainedExchange, ExplainedMessage, ExplainedRound, Explanation
 from parallelrun.planner.contract.plan import Collective, Equivalence, Memory, Plan
 from parallelrun.planner.contract.request import Request
-from parallelrun.planner.predict.prediction import INT64_BYTES
+from parallelrun.planner.predict.prediction import COUNT_BYTES
 
 from ..common.keys import ParameterServerConfig
 from .protocol import AXIS, CONTROL, NORM_BYTES, PULL, PUSH, REPLY_BYTES, REQUEST_BYTES
@@ -112,7 +112,7 @@ class ParameterServer(DataStrategy):
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """One worker's messages in a step."""
         servers = plan.servers
-        counts = [Collective(plan.data_axis, "all_reduce", CONTROL, 1, INT64_BYTES)]
+        counts = [Collective(plan.data_axis, "all_reduce", CONTROL, 1, COUNT_BYTES)]
         return [
             *(counts if self.counts_targets(plan) else []),
             Collective(AXIS, "send", CONTROL, servers, servers * REQUEST_BYTES),
