@@ -74,7 +74,7 @@ class _Module:
     def __init__(self, module: nn.Module):
         self._module, self._forward = module, module.forward
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:  # for isinstance
         return type(self._module)
 
@@ -121,7 +121,7 @@ def _is_count(count: Any) -> bool:
     """Whether it is a finite number >= 0, as far as a tensor on the meta device tells."""
     if isinstance(count, Tensor) and (count.numel() != 1 or count.is_meta):
         return count.numel() == 1
-    return isinstance(count, (int, float, Tensor)) and isfinite(count) and count >= 0
+    return isinstance(count, (int, float, Tensor)) and isfinite(count) and bool(count >= 0)
 
 
 def accept_dicts(module: nn.Module) -> None:
