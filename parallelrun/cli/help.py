@@ -30,8 +30,6 @@ _TOOL_TABLE = {  # tool -> (its module and function, what it does)
     "schema": ("cli.tools.schema:main",
         "print a JSON schema of the configuration, for editors: schema [recipe | GROUP]"),
     "runs": ("cli.tools.runs:main", "runs ls, show, rerun, gc: list, show, repeat and clean up run directories"),
-    "top": ("cli.tools.top:main",
-        "watch a run: its ranks, steps, rate, memory and waiting, until it ends: top [RUN] [--once] [--json]"),
     "compare": ("cli.tools.compare:main",
         "compare runs: configuration, plan, versions, losses, speed, memory, bytes; --fail-on for CI"),
     "report": ("cli.tools.report:main", "write one HTML page about runs or a sweep, readable without a network"),

@@ -62,7 +62,6 @@ TOOLS = {
         "gc keep=x", "gc nosuch=1", "ls runs=nosuch", "ls runs=binary", "ls --limit x", "show badrun",
         "rerun badrun", "ls runs=badruns", "''", "gc", "gc runs=badruns keep=1",
     ),
-    "top": ("nosuch", "folder", "badrun --once", "--once", "--nosuch", "a b", "badrun --once --json", "''"),
     "compare": (
         "", "a", "a b", "folder folder", "badrun badrun", "badrun badrun --fail-on", "badrun badrun --fail-on x",
         "badrun badrun --fail-on loss>x", "badrun badrun --fail-on nosuch>1%", "badrun badrun --nosuch",
