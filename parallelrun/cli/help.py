@@ -27,8 +27,6 @@ _TOOL_TABLE = {  # tool -> (its module and function, what it does)
         "list recipes, models, strategies, datasets, optimizers, precisions, clusters, trackers; ls keys"),
     "show": ("cli.tools.listing:show", "print a recipe's composed configuration"),
     "recipes": ("cli.tools.gallery:main", "recipes ls, cp, validate: list, copy and check recipes"),
-    "schema": ("cli.tools.schema:main",
-        "print a JSON schema of the configuration, for editors: schema [recipe | GROUP]"),
     "runs": ("cli.tools.runs:main", "runs ls, show, rerun, gc: list, show, repeat and clean up run directories"),
     "compare": ("cli.tools.compare:main",
         "compare runs: configuration, plan, versions, losses, speed, memory, bytes; --fail-on for CI"),

@@ -56,7 +56,6 @@ TOOLS = {
         "validate nosuch", "validate folder", "validate binary", "validate broken.yaml types.yaml cycle_a.yaml",
         "ls extra", "cp quickstart empty.yaml", "validate fifo", "validate loop", "''",
     ),
-    "schema": ("nosuch", "model extra", "--nosuch", "''", "../x"),
     "runs": (
         "nosuch", "show", "show nosuch", "show folder", "rerun nosuch", "rerun", "gc --keep x", "gc keep=-1",
         "gc keep=x", "gc nosuch=1", "ls runs=nosuch", "ls runs=binary", "ls --limit x", "show badrun",

@@ -50,7 +50,6 @@ def _of_tool(tool: str, words: Sequence[str]) -> list[str]:
         "doctor": ["--json"],
         "recipes": ["ls", "cp", "validate"],
         "runs": ["ls", "show", "rerun", "gc"],
-        "schema": [*GROUPS],
     }
     return by_tool.get(tool, []) if tool != "runs" or not words else []
 

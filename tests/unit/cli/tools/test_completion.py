@@ -87,7 +87,6 @@ def test_tools_complete_their_words_one_after_the_other():
     assert ask("parallelrun recipes ") == ["ls", "cp", "validate"]
     assert ask("parallelrun recipes cp quick") == ask("parallelrun recipes validate quick") == ["quickstart"]
     assert ask("parallelrun recipes ls ") == [] and ask("parallelrun runs re") == ["rerun"]
-    assert ask("parallelrun schema clu") == ["cluster"]
 
 
 @pytest.fixture
