@@ -76,9 +76,7 @@ def test_the_prediction_is_shown_beside_what_was_measured(verb, file, measured, 
     found = read(ended.directory / file)
     predicted = found["predicted"]
     assert predicted["step_s"] == pytest.approx(sum(predicted["parts"].values())) and predicted["step_s"] > 5
-    assert predicted["explanation"]["key"] == "cluster.step_us" and predicted["explanation"]["explains"] > 0.5
     assert f"{1 - found[measured] / predicted['step_s']:.0%} shorter" in ended.stdout
-    assert "cluster.step_us=" in ended.stdout and "instead of 5000000 explains" in ended.stdout
 
 
 def test_forked_ranks_start_from_the_resolved_configuration(tmp_path: Path) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from parallelrun.report.figures import digits, seconds_text
+from parallelrun.report.figures import seconds_text
 
 PARTS = {
     "compute_s": "computing", "comm_exposed_s": "waiting to communicate", "bubble_s": "bubble",
 }  # fmt: skip
-MOST = 0.5  # of the difference: a constant that explains less is not named
 
 
 def text(predicted: dict[str, Any], measured_s: float | None) -> str:
-    """Return the predicted step, its parts where they compare, how far it is off, and the constant that explains it."""
+    """Return the predicted step, its parts where they compare, and how far it is off."""
     low, high = (seconds_text(predicted[name]) for name in ("p10_s", "p90_s"))
     sentence = f"{seconds_text(predicted['step_s'])} a step ({low} to {high})"
     if measured_s:
@@ -22,12 +21,4 @@ def text(predicted: dict[str, Any], measured_s: float | None) -> str:
     if predicted["compares_parts"]:
         parts = [f"{name} {seconds_text(predicted[key])}" for key, name in PARTS.items() if predicted[key]]
         sentence += f"\n{', '.join(parts)}"
-    explanation = predicted["explanation"]
-    if explanation and explanation["explains"] >= MOST:
-        sentence += (
-            f"\n{explanation['key']}={digits(explanation['instead'])} instead of {digits(explanation['value'])} "
-            f"explains {explanation['explains']:.0%} of the difference"
-        )
-    elif explanation:
-        sentence += "\nno single constant of the cluster explains the difference"
     return sentence

@@ -18,7 +18,7 @@ from parallelrun.base.errors import EXIT_OK
 from parallelrun.base.records import write_json
 from parallelrun.distributed.comm import gather_json
 from parallelrun.planner.predict import prediction
-from parallelrun.planner.predict.step_time.measured import STEP, beside
+from parallelrun.planner.predict.step_time.measured import predicted_step
 from parallelrun.report.runs import bench as report
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.schedules import LossScaler, learning_rate
@@ -85,5 +85,5 @@ def summarise(times: list[float], training: Training) -> dict[str, Any]:
         "samples_per_s": plan.batch.global_batch / median,
         "model_flops_per_s": 3 * plan.spec.forward_flops * plan.batch.global_batch / median,
         "payload_bytes_rank_0": payload,
-        "predicted": beside(plan, training.config.cluster, {STEP: median}),
+        "predicted": predicted_step(plan, training.config.cluster),
     }

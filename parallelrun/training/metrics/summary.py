@@ -11,7 +11,7 @@ from parallelrun.distributed.comm import backend_of
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.pieces.packing import packing_document
 from parallelrun.planner.predict import prediction, simulate
-from parallelrun.planner.predict.step_time.measured import STEP, beside
+from parallelrun.planner.predict.step_time.measured import predicted_step
 from parallelrun.training.loop.build import Training
 from parallelrun.training.metrics.step_records import EarlierRows, StepRecord, mean_times, percentile_95, timed
 
@@ -86,7 +86,7 @@ def _speed(
         "tokens_per_s": tokens / median if median else None,
         "samples_per_s": plan.batch.global_batch / median if median else None,
         **means,
-        "predicted": beside(plan, training.config.cluster, {STEP: median, **means}),
+        "predicted": predicted_step(plan, training.config.cluster),
     }
 
 
