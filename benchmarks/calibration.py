@@ -4,9 +4,7 @@
     python -m benchmarks.calibration --seconds 60 --only ddp,ring --name ""
 
 Calibrates, then benches every plan below with the real launcher, and prints the predicted beside the measured median
-step time, the median error, and the share of pairs in the right order among those that differ by more than a fifth. On
-a machine that others use too, CPU seconds stand for wall time, without waiting; plans of one rank, whose threads spin,
-and of parameter servers are then left out.
+step time, the median error, and the share of pairs in the right order among those that differ by more than a fifth.
 """
 
 from __future__ import annotations
@@ -81,12 +79,12 @@ def row(name: str, words: Sequence[str], measured: Measurements, found: Calibrat
     """Bench one plan beside its prediction."""
     on_cpu = measured.device == "cpu"
     session = Session(device="cpu" if on_cpu else "auto", timed=TIMED)
-    step = session.training(root, name, words, num_cores(), on_cpu, measured.clock)
-    plan, seconds = PlannedStep.of(step).plan, step.sample.seconds(measured.clock)
+    step = session.training(root, name, words, num_cores(), on_cpu)
+    plan, seconds = PlannedStep.of(step).plan, step.sample.seconds
     return {
         "case": name, "degrees": plan.degrees, "ranks": plan.world, "measured_s": seconds,
-        "wall_s": step.sample.wall_s, "spread": step.sample.spread,
-        "predicted_s": step_seconds(plan, found.cluster, measured.clock), "words": " ".join(words),
+        "spread": step.sample.spread, "predicted_s": step_seconds(plan, found.cluster),
+        "words": " ".join(words),
     }  # fmt: skip
 
 
@@ -123,8 +121,7 @@ def main() -> None:
     arguments = parser.parse_args()
     measured = Session(arguments.seconds, say=lambda text: print(f"measuring: {text}", flush=True)).measure()
     found = calibrated(measured, "mine")
-    clock = "wall time" if measured.clock == "wall" else "CPU time over cores: the machine is shared"
-    print(f"calibrated in {measured.seconds:.0f} s on {len(found.ratios)} trainings (error {found.error:.1%}); {clock}")
+    print(f"calibrated in {measured.seconds:.0f} s on {len(found.ratios)} trainings (error {found.error:.1%})")
     print(", ".join(f"{key}={getattr(found.cluster, key):.4g}" for key in found.fitted))
     print(f"{'plan':18}{'ranks':>6}{'predicted':>15}{'measured':>15}{'error':>9}{'spread':>9}")
     rows, wanted = [], [name for name in arguments.only.split(",") if name]

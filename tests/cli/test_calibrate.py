@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from parallelrun.base.errors import ConfigError, EnvironmentProblem
+from parallelrun.base.errors import ConfigError
 from parallelrun.cli.calibration import devices, session, training
-from parallelrun.cli.calibration.measurements import CPU
 from parallelrun.cli.main import main
 from parallelrun.cli.tools import calibrate
 from tests.cli.launcher import program_in, run_to_end
@@ -26,7 +25,8 @@ def quickly(call: dict[str, Any]) -> int:
     session.MEASUREMENT_S, session.ALLOWED_S = 0.005, 1.0
     # Of everything that is timed as many, but smaller: what is fitted to the times is not looked at.
     products = devices.Products("fp32", (128, 1024), (16, 32, 64), ((25, 26, 27),) * 3, 96)
-    for name, small in {"REPEATS": 2, "PRODUCTS": {"cpu": products}, "COPIED": (2**12, 2**14),
+    precisions = {"fp32": devices.PRECISIONS["fp32"]}  # fp16 is emulated, on a busy machine below any plausible rate
+    for name, small in {"REPEATS": 2, "PRECISIONS": precisions, "PRODUCTS": {"cpu": products}, "COPIED": (2**12, 2**14),
                         "EXCHANGED": (2**10, 2**12, 2**14, 2**16)}.items():  # fmt: skip
         setattr(devices, name, small)
     return program_in(call)
@@ -61,16 +61,6 @@ def test_mistakes_are_said_before_anything_is_measured(words, said, monkeypatch,
     monkeypatch.setenv("PARALLELRUN_CONFIG", "/proc/none" if unwritable else str(tmp_path))
     code = main(["calibrate", *words])
     assert code == (3 if unwritable else 2) and said in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [(("strategy=single",), "waiting threads"), (("strategy=ps", "dp=2", "servers=1"), "threads of servers")],
-)
-def test_what_the_cpu_clock_does_not_show_is_not_timed(words, said, monkeypatch, tmp_path):
-    monkeypatch.setattr(session, "run_task", lambda *arguments: pytest.fail("ranks were started"))
-    with pytest.raises(EnvironmentProblem, match=said):
-        session.Session().training(tmp_path, "a plan", ("model=gpt", *words), 2, True, CPU)
 
 
 def test_the_last_of_a_flag_is_its_folder():

@@ -14,7 +14,7 @@ from typing import Any
 
 from parallelrun.base.precision import BYTES, TABLE
 from parallelrun.cli.calibration.fit import Constant, fit
-from parallelrun.cli.calibration.measurements import CPU, WALL, Measurements, TimedExchange, TimedProduct, TimedStep
+from parallelrun.cli.calibration.measurements import Measurements, TimedExchange, TimedProduct, TimedStep
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.plan import Collective, Plan
@@ -22,7 +22,6 @@ from parallelrun.planner.predict.step_time import cores
 from parallelrun.planner.predict.step_time.kernels import product_s
 from parallelrun.planner.predict.step_time.links import collective_s
 from parallelrun.planner.predict.step_time.rates import rates_of
-from parallelrun.planner.predict.step_time.spread import BUBBLE
 from parallelrun.planner.predict.step_time.step import step_time
 from parallelrun.planner.resolve.freeze import load_frozen
 from parallelrun.planner.resolve.resolve_config import resolve
@@ -56,8 +55,6 @@ EXPECTED = {
     TimedExchange: 0.35,
     TimedStep: 0.06,
 }  # errors of single measurements: steps are what is predicted
-# By the CPU clock, of a rank with several threads: they spin while they wait for each other, longer on a busy machine.
-EXPECTED_OF_THREADS = 0.6
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ def base(measured: Measurements, name: str) -> ClusterConfig:
 
 def fastest_exchange(measured: Measurements) -> float:
     """Bytes a second that a rank sends in the fastest collective; 0 if none was measured."""
-    return max((_wire(row) / row.sample.seconds(measured.clock) for row in measured.exchanges), default=0.0)
+    return max((_wire(row) / row.sample.seconds for row in measured.exchanges), default=0.0)
 
 
 def _wire(row: TimedExchange) -> float:
@@ -136,15 +133,10 @@ def calibrated(measured: Measurements, name: str) -> Calibration:
         fitted_cluster = cluster(values)
         seconds = [product_seconds(row, fitted_cluster) for row in measured.products]
         seconds += [exchange_seconds(row, plans[row.ranks], fitted_cluster) for row in measured.exchanges]
-        return seconds + [step_seconds(step.plan, fitted_cluster, measured.clock) for step in steps]
+        return seconds + [step_seconds(step.plan, fitted_cluster) for step in steps]
 
-    def expected(step: PlannedStep) -> float:
-        spins = measured.clock == CPU and cores.threads(step.plan, start) > 1
-        return EXPECTED_OF_THREADS if spins else EXPECTED[TimedStep]
-
-    seconds = [row.sample.seconds(measured.clock) for row in rows]
-    errors_of = [*(EXPECTED[type(row)] for row in rows[: len(rows) - len(steps)]), *map(expected, steps)]
-    result = fit(constants, predict, seconds, errors_of)
+    seconds = [row.sample.seconds for row in rows]
+    result = fit(constants, predict, seconds, [EXPECTED[type(row)] for row in rows])
     errors = result.errors[len(rows) - len(steps) :]
     ratios = tuple((step.step, exp(error)) for step, error in zip(steps, errors))
     return Calibration(cluster(result.values), tuple(constant.key for constant in constants), ratios)
@@ -170,9 +162,7 @@ def exchange_seconds(row: TimedExchange, plan: Plan, cluster: ClusterConfig) -> 
     return collective_s(Collective("dp", row.operation, "", 1, row.num_bytes), plan, cluster, own) or 0.0
 
 
-def step_seconds(plan: Plan, cluster: ClusterConfig, clock: str = WALL) -> float:
-    """Predicted seconds of a step; by the CPU clock without the time in which ranks wait. 0 if it is unknown."""
+def step_seconds(plan: Plan, cluster: ClusterConfig) -> float:
+    """Predicted seconds of a step; 0 if it is unknown."""
     predicted = step_time(plan, cluster)
-    if predicted is None:
-        return 0.0
-    return predicted.step_s - (predicted.parts.get(BUBBLE, 0.0) if clock == CPU else 0.0)
+    return predicted.step_s if predicted else 0.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from parallelrun.cli.calibration.measurements import CPU, WALL, Sample, TimedExchange, TimedProduct
+from parallelrun.cli.calibration.measurements import Sample, TimedExchange, TimedProduct
 from parallelrun.distributed import comm, torch_private
 from parallelrun.distributed.mesh import Group
 
@@ -57,17 +57,16 @@ class Clock:
         """The times of one call of `body`. calls: how often in each of REPEATS; ranks that meet in it must agree."""
         body()
         if calls is None:
-            wall, cpu = self._once(body, 1)
-            if wall > LONG_S:
-                return Sample(wall, cpu)
-            calls = max(1, int(self.seconds / REPEATS / max(wall, 1e-7)))
+            seconds = self._once(body, 1)
+            if seconds > LONG_S:
+                return Sample(seconds)
+            calls = max(1, int(self.seconds / REPEATS / max(seconds, 1e-7)))
         durations = [self._once(body, calls) for _ in range(REPEATS)]
-        walls, cpus = (sorted(column) for column in zip(*durations))
-        median = statistics.median(walls)
-        lower, _, upper = statistics.quantiles(walls, n=4)
-        return Sample(median, statistics.median(cpus), (upper - lower) / median)
+        median = statistics.median(durations)
+        lower, _, upper = statistics.quantiles(durations, n=4)
+        return Sample(median, (upper - lower) / median)
 
-    def _once(self, body: Callable[[], object], calls: int) -> tuple[float, float]:
+    def _once(self, body: Callable[[], object], calls: int) -> float:
         if self.device.type == "cuda":
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             began.record()
@@ -75,12 +74,11 @@ class Clock:
                 body()
             ended.record()
             ended.synchronize()
-            seconds = float(began.elapsed_time(ended)) / 1e3 / calls
-            return seconds, seconds
-        began_s, began_cpu = time.perf_counter(), time.process_time()
+            return float(began.elapsed_time(ended)) / 1e3 / calls
+        began_s = time.perf_counter()
         for _ in range(calls):
             body()
-        return (time.perf_counter() - began_s) / calls, (time.process_time() - began_cpu) / calls
+        return (time.perf_counter() - began_s) / calls
 
 
 def shapes(timed: Products) -> Iterator[tuple[str, int, int, int]]:
@@ -125,19 +123,19 @@ def _product(
     return lambda: torch.mm(first, second)
 
 
-def copies(clock: Clock) -> dict[str, float]:
-    """Bytes a second that the fastest copy reads and writes, by the wall's clock and by CPU time."""
-    fastest = {WALL: 0.0, CPU: 0.0}
+def copies(clock: Clock) -> float:
+    """Bytes a second that the fastest copy reads and writes."""
+    fastest = 0.0
     for size in COPIED if clock.device.type == "cpu" else (2**28,):
         source = torch.ones(size // 4, device=clock.device)
         target = torch.empty_like(source)
         sample = clock.sample(lambda: target.copy_(source))  # noqa: B023 - called at once
-        fastest = {name: max(rate, 2 * size / sample.seconds(name)) for name, rate in fastest.items()}
+        fastest = max(fastest, 2 * size / sample.seconds)
     return fastest
 
 
 def exchanges(clock: Clock, group: Group) -> list[TimedExchange]:
-    """Time every collective at every size over the group; the wall time of this rank, its CPU seconds."""
+    """Time every collective at every size over the group, on this rank."""
     rows = []
     for operation in OPERATIONS:
         for size in EXCHANGED:

@@ -11,7 +11,7 @@ from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.base.records import write_text
 from parallelrun.base.wording import counted
 from parallelrun.cli.calibration.constants import Calibration
-from parallelrun.cli.calibration.measurements import CPU, Measurements
+from parallelrun.cli.calibration.measurements import Measurements
 from parallelrun.config import presets
 from parallelrun.config.recipes.recipe_files import NAME
 
@@ -76,16 +76,14 @@ def provenance(measured: Measurements, calibration: Calibration) -> list[str]:
     """Lines on when, where, with what and how well the constants were measured."""
     facts = measured.facts
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    wall = "wall time"
-    if measured.clock == CPU:
-        wall = f"CPU seconds: the machine was shared (ranks had a core for {measured.busy_share:.0%} of the time)"
     samples = [row.sample for row in measured.products]
     samples += [row.sample for row in measured.exchanges] + [row.sample for row in measured.steps]
     spread = statistics.median([sample.spread for sample in samples] or [0.0])
+    load = f"; load average before: {facts['load']}" if facts.get("load") is not None else ""
     lines = [
         f"Written by `parallelrun calibrate` on {facts['date']}, host {facts['host']}, in {measured.seconds:.0f} s.",
         f"Device: {facts['device']}, {measured.cores}; collectives: {facts['backend']}; {versions}.",
-        f"Clock: {wall}. Median spread of a measurement (quartiles over median): {spread:.0%}.",
+        f"Median spread of a measurement (quartiles over median): {spread:.0%}{load}.",
         f"Fitted to {len(measured.products)} products, {len(measured.exchanges)} collectives and "
         f"{counted(len(calibration.ratios), 'training')}, whose steps it predicts with a median error of "
         f"{calibration.error:.1%}: {', '.join(calibration.fitted)}.",

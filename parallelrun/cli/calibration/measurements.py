@@ -6,21 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-WALL, CPU = "wall", "cpu"
-
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds on the wall, CPU seconds of all ranks over the cores they can use, and the spread of the wall time:
-    interquartile range over median."""
+    """Seconds, and their spread: interquartile range over median."""
 
-    wall_s: float
-    cpu_s: float
+    seconds: float
     spread: float = 0.0
-
-    def seconds(self, clock: str) -> float:
-        """By one of the two clocks."""
-        return self.cpu_s if clock == CPU else self.wall_s
 
 
 @dataclass(frozen=True)
@@ -33,9 +25,10 @@ class TimedProduct:
     sample: Sample
     precision: str = "fp32"
 
-    def flops_s(self, clock: str) -> float:
-        """FLOP/s by one of the two clocks."""
-        return 2.0 * self.rows * self.inner * self.columns / self.sample.seconds(clock)
+    @property
+    def flops_s(self) -> float:
+        """FLOP/s."""
+        return 2.0 * self.rows * self.inner * self.columns / self.sample.seconds
 
 
 @dataclass(frozen=True)
@@ -59,14 +52,12 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Everything that was measured. clock: wall, or cpu on a machine that others use too. peaks: FLOP/s by precision.
+    """Everything that was measured. peaks: FLOP/s by precision.
 
-    facts: date, host, versions and device.
-    busy_share: the part of the wall time in which ranks had a core. memory_bytes_s: the fastest copy, in caches too.
+    facts: date, host, versions and device. memory_bytes_s: the fastest copy, in caches too.
     skipped: what there was no time for, or what failed.
     """
 
-    clock: str
     device: str
     cores: int
     facts: Mapping[str, Any]
@@ -79,4 +70,3 @@ class Measurements:
     steps: tuple[TimedStep, ...] = ()
     skipped: tuple[str, ...] = ()
     seconds: float = 0.0
-    busy_share: float = 1.0

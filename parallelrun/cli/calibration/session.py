@@ -17,15 +17,7 @@ from typing import Any
 
 from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.cli.calibration import training
-from parallelrun.cli.calibration.measurements import (
-    CPU,
-    WALL,
-    Measurements,
-    Sample,
-    TimedExchange,
-    TimedProduct,
-    TimedStep,
-)
+from parallelrun.cli.calibration.measurements import Measurements, Sample, TimedExchange, TimedProduct, TimedStep
 from parallelrun.config import compose
 from parallelrun.config import overrides as override_checks
 from parallelrun.config.schema.run_schema import Config
@@ -37,7 +29,6 @@ from parallelrun.planner.resolve.freeze import filled, freeze
 from parallelrun.planner.resolve.resolve_config import resolve
 
 WORKERS = "parallelrun.cli.calibration.worker"
-SHARED = 0.9  # a rank that gets a core for less of the time shares the machine with others
 LEAST_S = 30.0  # a smaller budget hardly reaches the first training
 MEASUREMENT_S, SHORT_S = 0.08, 0.01  # of one product or copy
 ALLOWED_S = 15.0  # the longest that a training of the list is expected to take
@@ -70,21 +61,18 @@ class Session:
         with task_root("calibrate") as root:
             ranks = list(self._devices(root, own, on_cpu))
             products = _over_ranks([row["products"] for row in ranks], TimedProduct)
-            busy = _median(product.sample.cpu_s / product.sample.wall_s for product in products) if on_cpu else 1.0
-            clock = WALL if busy >= SHARED else CPU
             exchanges = list(self._exchanges(root, own, on_cpu))
-            steps = list(self._trainings(root, own, on_cpu, clock))
+            steps = list(self._trainings(root, own, on_cpu))
         if not steps:
             cause = f"no training was timed in seconds={self.seconds:g}: {self._skipped[-1]}"
             raise ConfigError(Problem(cause, "seconds", f"seconds={max(100.0, 2 * self.seconds):g}"))
         peaks = _over_ranks([list(row["peaks"].values()) for row in ranks], TimedProduct)
         return Measurements(
-            clock=clock,
             device="cpu" if on_cpu else "cuda",
             cores=own,
             facts=_facts(ranks[0], self.backend, on_cpu),
-            peaks=highest_rates([*peaks, *products], clock),
-            memory_bytes_s=_median(row["memory_bytes_s"][clock] for row in ranks),
+            peaks=highest_rates([*peaks, *products]),
+            memory_bytes_s=_median(row["memory_bytes_s"] for row in ranks),
             multiprocessors=ranks[0].get("multiprocessors", 0),
             memory_bytes=ranks[0].get("memory_bytes") or (available_bytes() or 0) / own,
             products=tuple(products),
@@ -92,7 +80,6 @@ class Session:
             steps=tuple(steps),
             skipped=tuple(self._skipped),
             seconds=time.monotonic() - self._began,
-            busy_share=busy,
         )
 
     def _devices(self, root: Path, own: int, on_cpu: bool) -> Iterator[dict[str, Any]]:
@@ -112,11 +99,9 @@ class Session:
                 [TimedExchange(**{**row, "sample": Sample(**row["sample"])}) for row in rank["exchanges"]]
                 for rank in by_rank
             ]
-            crowd = min(size, own) if on_cpu else size
             for same in zip(*rows):
-                cpu = sum(row.sample.cpu_s for row in same) / crowd
-                wall = max(row.sample.wall_s for row in same)
-                yield replace(same[0], sample=Sample(wall, cpu, _median(row.sample.spread for row in same)))
+                slowest = max(row.sample.seconds for row in same)
+                yield replace(same[0], sample=Sample(slowest, _median(row.sample.spread for row in same)))
 
     def _measured(self, root: Path, ranks: int, on_cpu: bool, parts: list[str], seconds: float) -> list[dict[str, Any]]:
         device = "cpu" if on_cpu else "cuda"
@@ -125,7 +110,7 @@ class Session:
         folder = run_task(root, config, plan, f"{WORKERS}:measure", {"parts": parts, "seconds": seconds})
         return [json.loads((folder / f"measured_{rank}.json").read_text()) for rank in range(ranks)]
 
-    def _trainings(self, root: Path, own: int, on_cpu: bool, clock: str) -> Iterator[TimedStep]:
+    def _trainings(self, root: Path, own: int, on_cpu: bool) -> Iterator[TimedStep]:
         longest = ALLOWED_S
         for name, words in training.STEPS if on_cpu else training.STEPS_ON_GPUS:
             if self.left_s < longest:
@@ -134,20 +119,15 @@ class Session:
             self.say(f"training: {name}")
             began = time.monotonic()
             try:
-                step = self.training(root, name, words, own, on_cpu, clock)
+                step = self.training(root, name, words, own, on_cpu)
             except (ConfigError, EnvironmentProblem) as error:
                 self._skipped.append(f"{name}: {error}")
                 continue
             longest = max(longest, time.monotonic() - began)
             yield step
 
-    def training(
-        self, root: Path, name: str, words: Sequence[str], own: int, on_cpu: bool, clock: str = WALL
-    ) -> TimedStep:
-        """Bench one training on this machine. Raises ConfigError, EnvironmentProblem.
-
-        By the CPU clock, threads that spin while they wait for each other, and those of servers, cannot be counted.
-        """
+    def training(self, root: Path, name: str, words: Sequence[str], own: int, on_cpu: bool) -> TimedStep:
+        """Bench one training on this machine. Raises ConfigError, EnvironmentProblem."""
         config, plan = composed(
             [
                 f"backend={self.backend}",
@@ -156,20 +136,17 @@ class Session:
                 *words,
             ]
         )
-        if clock == CPU and (plan.servers or plan.world <= own // 2):
-            why = "the threads of servers are not counted" if plan.servers else "waiting threads of a rank would count"
-            raise EnvironmentProblem(f"CPU time does not show it: {why}")
         if not on_cpu and plan.world > own:
             raise EnvironmentProblem(f"{plan.world} ranks on {own} GPUs")
         folder = run_task(root, filled(config, plan), plan, f"{WORKERS}:steps")
-        return TimedStep(name, freeze(config, plan), sample_of(json.loads((folder / "bench.json").read_text()), own))
+        return TimedStep(name, freeze(config, plan), sample_of(json.loads((folder / "bench.json").read_text())))
 
 
-def highest_rates(products: Sequence[TimedProduct], clock: str) -> dict[str, float]:
+def highest_rates(products: Sequence[TimedProduct]) -> dict[str, float]:
     """FLOP/s of the fastest product of each precision: another one may beat the large square one."""
     measured: dict[str, float] = {}
     for product in products:
-        measured[product.precision] = max(product.flops_s(clock), measured.get(product.precision, 0.0))
+        measured[product.precision] = max(product.flops_s, measured.get(product.precision, 0.0))
     return measured
 
 
@@ -182,12 +159,10 @@ def composed(words: Sequence[str]) -> tuple[Config, Plan]:
     return made.config, resolve(made.config, given=made.given)
 
 
-def sample_of(bench: dict[str, Any], own: int) -> Sample:
-    """The sample of a bench.json. own: the cores of the machine. CPU seconds are 0 where nobody counted them."""
+def sample_of(bench: dict[str, Any]) -> Sample:
+    """The sample of a bench.json."""
     spread = (bench["upper_quartile_s"] - bench["lower_quartile_s"]) / bench["median_s"]
-    used = bench["world"] * max(1, own // bench["world"])  # a rank has its share of the cores as threads
-    share = bench.get("cpu_s", 0.0) / min(own, used)
-    return Sample(bench["median_s"], share, spread)
+    return Sample(bench["median_s"], spread)
 
 
 def _over_ranks(rows: list[list[dict[str, Any]]], kind: type[TimedProduct]) -> list[TimedProduct]:
@@ -195,7 +170,7 @@ def _over_ranks(rows: list[list[dict[str, Any]]], kind: type[TimedProduct]) -> l
     medians = []
     for same in zip(*rows):
         samples = [Sample(**row["sample"]) for row in same]
-        middle = (_median(getattr(sample, name) for sample in samples) for name in ("wall_s", "cpu_s", "spread"))
+        middle = (_median(getattr(sample, name) for sample in samples) for name in ("seconds", "spread"))
         medians.append(kind(**{**same[0], "sample": Sample(*middle)}))
     return medians
 

@@ -77,13 +77,12 @@ def _calibrate(settings: dict[str, Any], config_dir: Path | None) -> dict[str, A
     return {
         "cluster": name,
         "path": str(path),
-        "clock": measured.clock,
         "seconds": measured.seconds,
         "provenance": file.provenance(measured, calibration),
         "constants": {key: file.rounded(getattr(calibration.cluster, key)) for key in calibration.fitted},
         "median_error": calibration.error,
         "steps": [
-            {"name": step.name, "measured_s": step.sample.seconds(measured.clock),
+            {"name": step.name, "measured_s": step.sample.seconds,
              "spread": step.sample.spread, "predicted_over_measured": ratio}
             for step, ratio in calibration.ratios
         ],
@@ -100,8 +99,7 @@ def _show(document: dict[str, Any]) -> None:
     for key, value in document["constants"].items():
         constants.add_row(key, f"{value:g}")
     console.print(constants)
-    clock = "CPU time" if document["clock"] == "cpu" else "time"
-    steps = table("training", ">", f"{clock} of a step", ">", "predicted", ">", "spread", padding=(0, 2, 0, 0))
+    steps = table("training", ">", "time of a step", ">", "predicted", ">", "spread", padding=(0, 2, 0, 0))
     for row in document["steps"]:
         measured = row["measured_s"] * 1e3
         predicted = measured * row["predicted_over_measured"]

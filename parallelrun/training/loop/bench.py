@@ -1,8 +1,4 @@
-"""`parallelrun bench`: warm-up, then timed steps without evaluation or saving; median and spread.
-
-`cpu_s` is the median of the CPU seconds that all ranks together spend in a step: other work on the machine hardly
-changes it.
-"""
+"""`parallelrun bench`: warm-up, then timed steps without evaluation or saving; median and spread."""
 
 from __future__ import annotations
 
@@ -32,23 +28,20 @@ def run(training: Training, context: WorkerContext) -> int:
     config, plan = training.config, training.plan
     scaler = LossScaler(config.precision, scaled=plan.precision.scaled)
     times: list[float] = []
-    cpu: list[float] = []
     total = config.bench.warmup + config.bench.steps
     for step in range(1, total + 1):
         context.heartbeat(step, "bench")
-        began, began_cpu = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
         result = train_step(training, step, learning_rate(config.optimizer, step, total), scaler)
         if training.mesh.device.type == "cuda":
             torch.cuda.synchronize()
         scaler.update(result.applied)
         if step > config.bench.warmup:
             times.append(time.perf_counter() - began)
-            cpu.append(time.process_time() - began_cpu)
-    own = {"times": times, "cpu": cpu, "peak_bytes": peak_bytes(training.mesh.device)}
+    own = {"times": times, "peak_bytes": peak_bytes(training.mesh.device)}
     everyone = gather_json(own, training.mesh)
     if context.rank == 0:
         document = summarise([max(step) for step in zip(*(rank["times"] for rank in everyone))], training)
-        document["cpu_s"] = statistics.median(sum(step) for step in zip(*(rank["cpu"] for rank in everyone)))
         document["peak_memory_bytes"] = max(rank["peak_bytes"] for rank in everyone)
         write_json(context.directory / "bench.json", document)
         if context.console_owner:
