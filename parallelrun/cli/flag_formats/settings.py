@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from parallelrun.config.values import BOOLEANS
+
 if TYPE_CHECKING:
     from parallelrun.cli.flag_formats.table import Translation
 
@@ -41,17 +43,14 @@ class LeftOpen(Exception):
 def number(value: Any) -> float:
     """A number; `1_000` is one, too."""
     try:
-        return float("" if isinstance(value, bool) else str(value).replace("_", ""))
+        return float("" if isinstance(value, bool) else str(value))
     except ValueError:
         raise ValueError("not a number") from None
 
 
 def whole(value: Any) -> int:
     """A whole number; `1e3` is one, too."""
-    try:
-        count = number(value)
-    except ValueError:
-        count = 0.5
+    count = number(value)
     if not count.is_integer():
         raise ValueError("not a whole number")
     return int(count)
@@ -82,7 +81,7 @@ def one_path(value: Any) -> str:
 
 def flag(value: Any) -> bool:
     """A switch, which may be written as a word."""
-    states = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    states = {**BOOLEANS, "1": True, "0": False}
     if str(value).lower() not in states:
         raise ValueError("not true or false")
     return states[str(value).lower()]

@@ -28,32 +28,28 @@ from parallelrun.base.errors import Problem
 from parallelrun.cli.flag_formats import settings
 from parallelrun.cli.flag_formats.settings import LeftOpen, NoCounterpart, Setting, anything, choice, one_path
 from parallelrun.config.keys import GROUPS
+from parallelrun.report.records.read import read_yaml
 
-FORMATS = ("megatron", "torchtitan", "deepspeed", "accelerate")
 WORLD = ("world", "dp")
 # What every run is described by: of each of these, one key is from the file, or listed as left open.
 _DESCRIPTION = (WORLD, ("model",), ("dataset",), ("precision",), ("steps",), ("global_batch", "local_batch"),
                 ("optimizer.lr",), ("optimizer.schedule",))  # fmt: skip
-_EXCLUSIVE = (WORLD, ("global_batch", "local_batch"), ("micro_batch", "microbatches"))
+_EXCLUSIVE = (*_DESCRIPTION, ("micro_batch", "microbatches"))
 _TERM = re.compile(r"(!?)([^\s=<>!]+)(?:(!?=|>)(\S+))?")
 
 
 @cache
 def table_of(name: str) -> Mapping[str, Any]:
-    """The table of one of FORMATS."""
-    import yaml
-
-    content: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
-    return content
+    """The table of a format."""
+    return read_yaml(Path(__file__).with_name(f"{name}.yaml"))
 
 
 class Translation:
-    """The recipe for the settings of one of FORMATS, and what became of every setting.
+    """The recipe for the settings of a format, and what became of every setting.
 
     values: the recipe's values by dotted key; groups: options of groups (`model: llama3_8b`); origin: the setting that
     each of them comes from; dropped: (a setting without counterpart, why); left_open: (a key, the setting that does not
-    decide it, why); problems: of settings that are wrong. user_keys: the overrides, which win over the file. knows_any:
-    whether the runner has any of the settings.
+    decide it, why); problems: of settings that are wrong. knows_any: whether the runner has any of the settings.
     """
 
     def __init__(self, name: str, written: Sequence[Setting], overrides: Mapping[str, Any] | None = None):
@@ -67,8 +63,8 @@ class Translation:
         self.problems: list[Problem] = []
         for key, value in (overrides or {}).items():
             self._put(key, value, Setting(key, value, "command line"))
-        self.user_keys = frozenset(overrides or ())
-        self._decided = self.user_keys.union(*(keys for keys in _EXCLUSIVE if self.user_keys & set(keys)))
+        typed = frozenset(overrides or ())  # these win over the file
+        self._decided = typed.union(*(keys for keys in _EXCLUSIVE if typed & set(keys)))
         self._rows = [(*row[:3], row[3] if len(row) > 3 else {}) for row in self._table["rows"]]
         self._readers: dict[str, Any] = {}
         for setting, _, read, _ in self._rows:

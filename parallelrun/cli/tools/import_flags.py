@@ -9,6 +9,7 @@ import tempfile
 import textwrap
 from copy import copy
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from parallelrun.base.errors import EXIT_OK, ConfigError, Problem
 from parallelrun.cli.flag_formats import sources
 from parallelrun.cli.flag_formats.table import WORLD, Translation
 
-_MODEL_AXES = ("pp", "tp", "cp", "ep")
 _WIDTH = 118
 _DESCRIPTION = """Translate the settings of another runner into a recipe, which is printed: a shell script with
 arguments of Megatron-LM, a job of torchtitan (.toml), a configuration of DeepSpeed (.json) or accelerate (.yaml); or,
@@ -60,40 +60,32 @@ def recipe(result: Translation, shown: str, world: int | None = None) -> str:
     model, devices = result.groups.get("model", "the default model"), {} if world is None else {"devices": world}
     about = {"purpose": f"{model}, as {result.runner} runs it.", **devices}
     about["source"] = f"{result.runner}'s {shown}, by parallelrun import-flags"
-    lines.append(_yaml({"about": about}) + "defaults:")
-    lines += [f"  - override /{group}: {option}" for group, option in result.groups.items()]
-    nested: dict[str, Any] = {}
+    options = [{f"override /{group}": option} for group, option in result.groups.items()]
+    document: dict[str, Any] = {"about": about, "defaults": options}
     for key, value in result.values.items():
-        inside = nested
-        for part in key.split(".")[:-1]:
-            inside = inside.setdefault(part, {})
-        inside[key.rpartition(".")[2]] = value
-    return "\n".join(lines) + "\n\n" + (_yaml(nested) if nested else "")
-
-
-def _yaml(values: dict[str, Any]) -> str:
-    return str(yaml.dump(values, Dumper=yaml.SafeDumper, sort_keys=False, width=_WIDTH))
+        *sections, last = key.split(".")
+        section = reduce(lambda inside, name: inside.setdefault(name, {}), sections, document)
+        section[last] = value
+    return "\n".join([*lines, yaml.safe_dump(document, sort_keys=False, width=_WIDTH)])
 
 
 def _check(result: Translation) -> int | None:
-    """Compose and resolve the recipe; data that is not on this machine is not looked for. Return the number of ranks.
+    """Compose and resolve the recipe with random data: its own may be elsewhere. Return the number of ranks.
 
     None if it is open: then the plan has the fewest, so that no demonstration decides whether the recipe is legal.
     """
     from parallelrun.config import compose, overrides
     from parallelrun.planner.resolve.resolve_config import resolve
 
-    path, is_open = result.values.get("dataset.path"), not result.origin.keys() & set(WORLD)
-    if path is not None and not Path(f"{path}.idx").is_file() and not Path(path).exists():
-        result = copy(result)
-        result.values = {key: value for key, value in result.values.items() if not key.startswith("dataset.")}
-        result.groups = {**result.groups, "dataset": "synthetic"}
+    is_open, result = not result.origin.keys() & set(WORLD), copy(result)
+    result.values = {key: value for key, value in result.values.items() if not key.startswith("dataset.")}
+    result.groups = {**result.groups, "dataset": "synthetic"}
     with tempfile.TemporaryDirectory(prefix="parallelrun-recipe-") as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text(recipe(result, ""), encoding="utf-8")
         read, _ = overrides.read([f"recipe={file}"], False, "recipe")
         composed, _ = compose.compose_once(compose.prepare(read, (), "plan", False))
-        fewest = math.prod(result.values.get(axis, 1) for axis in _MODEL_AXES)
+        fewest = math.prod(result.values.get(axis, 1) for axis in ("pp", "tp", "cp", "ep"))
         plan = resolve(composed.config, given=composed.given, world=fewest if is_open else None)
     return None if is_open else plan.world
 
@@ -101,7 +93,6 @@ def _check(result: Translation) -> int | None:
 def _at_setting(problem: Problem, result: Translation) -> Problem:
     """The problem with the setting that it comes from, in the place of a key of the recipe."""
     key = problem.where.partition("=")[0]
-    names = [name for name in (key, f"model.{key}", f"strategy.{key}") if name in result.origin]
-    names += [name for name in result.origin if f"{name}=" in problem.what]
-    setting = result.origin[names[0]] if names else None
+    names = [key, f"model.{key}", f"strategy.{key}", *(name for name in result.origin if f"{name}=" in problem.what)]
+    setting = next((result.origin[name] for name in names if name in result.origin), None)
     return replace(problem, where=f"{setting.where or 'default'}: {setting.text}") if setting else problem

@@ -9,12 +9,13 @@ import pytest
 import yaml
 
 import parallelrun as pr
-from parallelrun.cli.flag_formats import settings, table
+from parallelrun.cli.flag_formats import settings, sources, table
 from parallelrun.cli.flag_formats.shell import commands
 from parallelrun.cli.main import main
 from parallelrun.config.keys import GROUPS, known_keys
 from tests.other_runners import ACCELERATE, DEEPSPEED, SCRIPT, TOML, dropped, of_words, translated
 
+FORMATS = (sources.SCRIPT, *dict.fromkeys(sources._FORMATS.values()))
 VALUES = {
     "model.layers": 8, "model.hidden": 64, "model.heads": 4, "model.kv_heads": 2, "model.seq": 32,
     "model.activation": "swiglu", "model.ffn": 128, "model.norm": "rmsnorm", "model.bias": False, "dropout": 0.0,
@@ -27,7 +28,7 @@ VALUES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", table.FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_table_names_our_keys_and_functions_that_exist(name):
     content = table.table_of(name)
     rows = [(*row[:3], row[3] if len(row) > 3 else {}) for row in content["rows"]]
@@ -46,7 +47,7 @@ def test_a_table_names_our_keys_and_functions_that_exist(name):
 
 
 def test_the_tables_name_functions_that_exist():
-    rows = [row for name in table.FORMATS for row in table.table_of(name)["rows"]]
+    rows = [row for name in FORMATS for row in table.table_of(name)["rows"]]
     assert {row[2] for row in rows if isinstance(row[2], str)} <= vars(settings).keys()
     assert {row[3]["call"] for row in rows if len(row) > 3 and "call" in row[3]} <= vars(settings).keys()
 
@@ -201,18 +202,18 @@ def test_arguments_of_llama_give_the_model_of_the_preset(capsys):
             "a.sh: --hidden-size 66",
             "model.hidden=66 does not divide into",
         ),
-        ("a.sh", SCRIPT.replace("heads 4", "heads four"), "a.sh", "--num-attention-heads four: not a whole number"),
+        ("a.sh", SCRIPT.replace("heads 4", "heads four"), "a.sh", "--num-attention-heads four: not a number"),
         ("a.sh", SCRIPT.replace("--lr 1e-3", "--lr $LR"), "a.sh", "--lr $LR: the file does not say"),
         ("a.sh", SCRIPT.replace("GPUS=4", "GPUS=3"), "a.sh", "6 ranks are not a multiple of tp x pp = 4"),
         ("a.sh", SCRIPT.replace("stage 2", "stage 3"), "a.sh", "8 layers are not 2 ranks times"),
         ("a.toml", TOML.replace("8B", "9B"), "a.toml", "there is no preset of this model: give model="),
         ("a.toml", TOML.replace("degree = 4", "degree = -1"), "a.toml", "how many ranks share a copy"),
-        ("a.toml", TOML + "x =\n", "a.toml", "not TOML: "),
-        ("a.json", '{"train_batch_size": [4,\n}', "a.json", "not JSON: "),
+        ("a.toml", TOML + "x =\n", "a.toml", "cannot be read as TOML: "),
+        ("a.json", '{"train_batch_size": [4,\n}', "a.json", "cannot be read as JSON: "),
         ("a.json", '{"batch": 4}', "a.json", "there is no setting of DeepSpeed"),
-        ("a.yaml", "distributed_type: FSDP\n- 3\n", "a.yaml", "not YAML: "),
+        ("a.yaml", "distributed_type: FSDP\n- 3\n", "a.yaml", "cannot be read as YAML: "),
         ("a.yaml", "nothing", "a.yaml", "there is no setting of accelerate"),
-        ("a.sh", "run '--num-layers 3", "a.sh", "not a shell script: No closing quotation"),
+        ("a.sh", "run '--num-layers 3", "a.sh", "cannot be read as a shell script: No closing quotation"),
     ],
 )
 def test_faults_are_named_with_their_place_and_nothing_is_printed(
