@@ -68,7 +68,7 @@ def _lead(words: list[str], attached: Attached | None) -> int:
     if hosts.has_others(line.host_ranks) and attached is None:
         from parallelrun.launch.over_ssh import ssh
 
-        return ssh.run(line.host_ranks, words, line.ssh_config, composed.config if line.verb == "run" else None)
+        return ssh.run(line.host_ranks, words, line.ssh_config)
     from parallelrun.launch.entry.start import start
 
     if not line.json:

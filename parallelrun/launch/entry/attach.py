@@ -109,7 +109,6 @@ def _lead(attached: Attached, job: Job, argv: Sequence[str]) -> int:
     write_json(path, {**json.loads(path.read_text()), "hosts": sorted({member.host for member in members})})
     members = [replace(member, words={}, code={}) for member in members]  # already compared
     rendezvous.put(store, "go", {"members": [asdict(member) for member in members]})
-    attempts.mark(job.directory, "joined")
     return _serve(attached, job, store, members)
 
 

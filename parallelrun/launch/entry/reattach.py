@@ -1,8 +1,7 @@
-"""Runs whose ranks are started again: by torchrun (`--max-restarts`, or other nodes), or by us over ssh.
+"""Runs whose ranks torchrun starts again (`--max-restarts`, or other nodes).
 
-torchrun ends all ranks and starts new ones; how often is its own business. `launch/over_ssh/ssh.py` does the same, with
-torchrun's variables. Rank 0 of the new ones finds the run that the same launcher has started before, and goes on with
-its plan, or with one for the ranks that came back.
+torchrun ends all ranks and starts new ones; how often is its own business. Rank 0 of the new ones finds the run that
+the same torchrun has started before, and goes on with its plan, or with one for the ranks that came back.
 """
 
 from __future__ import annotations
@@ -50,12 +49,6 @@ def most_restarts(environ: Mapping[str, str]) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def variables(name: str, max_restarts: int, number: int) -> dict[str, str]:
-    """Return the variables that tell ranks that they may be started again. name: of the job; number: of restarts."""
-    count = {"TORCHELASTIC_MAX_RESTARTS": str(max_restarts), "TORCHELASTIC_RESTART_COUNT": str(number)}
-    return {"TORCHELASTIC_RUN_ID": name, **count}
-
-
 def _identity(environ: Mapping[str, str]) -> dict[str, str]:
     """The job's name, and this host's torchrun: the parent of all ranks that it starts."""
     agent = os.getppid()
@@ -63,12 +56,12 @@ def _identity(environ: Mapping[str, str]) -> dict[str, str]:
     return {"run_id": name, "agent": f"{socket.gethostname()} {agent} {start_time(agent)}"}
 
 
-def earlier(runs: Path, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the directory of the run that this launcher has started before; None if this is its first start."""
-    if not most_restarts(environ):
+def earlier(runs: Path) -> Path | None:
+    """Return the directory of the run that this torchrun has started before; None if this is its first start."""
+    if not most_restarts(os.environ):
         return None
-    own = _identity(environ)
-    restarted = environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and own["run_id"] not in _UNNAMED
+    own = _identity(os.environ)
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and own["run_id"] not in _UNNAMED
     for directory in find.all_runs(runs)[:_SEARCHED]:
         identity = read_object(directory / FILE)
         if identity.get("agent") == own["agent"] or (restarted and identity.get("run_id") == own["run_id"]):
@@ -99,7 +92,7 @@ def continued(job: Job, directory: Path) -> Job:
     Raises ParallelrunError with the code of the last attempt, or that of no progress, if it must not be restarted.
     """
     limit = most_restarts(os.environ)
-    outcome, history, decision = judged(directory)
+    outcome, history, decision = _judged(directory)
     if not decision.restart:
         last = history[-1]
         reason = f"not restarted: {decision.why} (attempt {last.number}: {last.error}); {directory}"
@@ -110,17 +103,14 @@ def continued(job: Job, directory: Path) -> Job:
     return after
 
 
-def judged(directory: Path, max_restarts: int | None = None) -> tuple[Outcome, list[Attempt], Decision]:
-    """Return how the last attempt of a run ended, all attempts, and what follows; record it. Its ranks have ended.
-
-    max_restarts: how often the run may be restarted; None if its launcher counts.
-    """
+def _judged(directory: Path) -> tuple[Outcome, list[Attempt], Decision]:
+    """Return how the last attempt of a run ended, all attempts, and what follows; record it. Its ranks have ended."""
     history = attempts.read(directory)
     outcome = _outcome(directory, history[-1])
     if history[-1].ended is None:
         history[-1] = restarts.ended(history, outcome, directory)
         attempts.write(directory, history)
-    decision = restart_policy.decide(history, len(history) if max_restarts is None else max_restarts)
+    decision = restart_policy.decide(history, len(history))  # torchrun counts restarts itself
     if not decision.restart:
         last = history[-1]
         code = decision.exit_code or outcome.exit_code

@@ -2,8 +2,7 @@
 
 Each host's agent (`launch/over_ssh/ssh_agent.py`) starts ranks with torchrun's variables, and from then on they are
 ranks as under torchrun (`launch/entry/attach.py`). torchrun itself always exits with 1, and its ranks outlive it if it
-is killed. With `restarts` all ranks are started again on the same hosts, by the rules of `torchrun --max-restarts`
-(`launch/entry/reattach.py`). The user's words never pass a remote shell: they are sent to the agents' stdin."""
+is killed. The user's words never pass a remote shell: they are sent to the agents' stdin."""
 
 from __future__ import annotations
 
@@ -13,10 +12,8 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import count
-from pathlib import Path
 
 from parallelrun.base.errors import (
     EXIT_INTERRUPTED,
@@ -25,17 +22,13 @@ from parallelrun.base.errors import (
     EXIT_RANK_DIED,
     EXIT_TERMINATED,
     EnvironmentProblem,
-    Problem,
 )
 from parallelrun.base.stop_signals import STOP_SIGNALS, handlers
-from parallelrun.config.schema.run_schema import Config
-from parallelrun.launch.entry import reattach
 from parallelrun.launch.host import interfaces
 from parallelrun.launch.host.environment import TOKEN, for_other_hosts
 from parallelrun.launch.over_ssh.hosts import HostRanks
 from parallelrun.launch.over_ssh.ssh_agent import GRACE_S, Order
 from parallelrun.launch.over_ssh.ssh_connection import CONNECT_S, SshConnection
-from parallelrun.report.records import attempts
 
 OTHERS_S = GRACE_S + 5.0  # after a host has ended with a failure: time for the others to notice, to report and to end
 INTERRUPT_S = 5.0  # after Ctrl-C: time to unwind
@@ -44,64 +37,30 @@ _PORTS = range(20_000, 30_000)  # rank 0 listens on a random one, or one of the 
 _TICK_S = 0.05
 
 
-def run(
-    hosts: Sequence[HostRanks], words: Sequence[str], ssh_config: str | None, requested: Config | None = None
-) -> int:
+def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh_config: str | None) -> int:
     """Run `parallelrun <words>` on all hosts and return its exit code. No process outlives this call.
 
-    ssh_config: ssh's -F. requested: the configuration that `words` mean, if the ranks may be started again. Raises
-    EnvironmentProblem when a host cannot be reached or has no parallelrun.
+    ssh_config: ssh's -F. Raises EnvironmentProblem when a host cannot be reached or has no parallelrun.
     """
     signals: list[int] = []
-    used = [host for host in hosts if host.num_ranks]
-    job, limit = secrets.token_hex(8), requested.restarts if requested is not None else 0
-    code = EXIT_OK
-    with handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)):
-        for number in count():
-            try:
-                with SshAttempt(used, ssh_config, signals) as attempt:
-                    attempt.start(words, reattach.variables(job, limit, number))
-                    code = attempt.watch()
-            except EnvironmentProblem as problem:
-                if not number:
-                    raise
-                print(f"  not restarted: {problem}", file=sys.stderr, flush=True)
-                return code
-            if code == EXIT_OK or signals or requested is None or not limit:
-                return code
-            following = _code_if_final(requested, reattach.variables(job, limit, number + 1), code, attempt.noticed)
-            if following is not None:
-                return following
-    raise AssertionError("unreachable")
+    with (
+        handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: signals.append(number)),
+        SshRun([host for host in hosts if host.num_ranks], ssh_config, signals) as started,
+    ):
+        started.start(words)
+        return started.watch()
 
 
-def _code_if_final(requested: Config, variables: Mapping[str, str], code: int, noticed: float) -> int | None:
-    """Return the exit code of the run, whose last attempt has failed with `code`; None if it must be started again."""
-    directory = reattach.earlier(Path(requested.runs).expanduser(), variables)
-    if directory is None:  # it has failed before a run began
-        return code
-    _, _, decision = reattach.judged(directory, requested.restarts)
-    if not decision.restart:
-        print(f"  not restarted: {decision.why}", file=sys.stderr, flush=True)
-        return decision.exit_code or code
-    attempts.mark(directory, noticed=noticed, ended=time.time())
-    return None
-
-
-class SshAttempt:
-    """One start of the ranks over several hosts. No process of it outlives the context.
-
-    noticed: when the first host has failed, in seconds since the epoch.
-    """
+class SshRun:
+    """The ranks over several hosts. No process of it outlives the context."""
 
     def __init__(self, hosts: Sequence[HostRanks], ssh_config: str | None, signals: Sequence[int]):
         self._signals, self._num_forwarded = signals, 0
         self._codes: dict[str, int] = {}  # by host, in the order in which they ended
         self._deadline = float("inf")  # when the other hosts are disconnected
-        self.noticed = 0.0
         self._agents = [SshConnection(host, ssh_config) for host in hosts]
 
-    def __enter__(self) -> SshAttempt:
+    def __enter__(self) -> SshRun:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,9 +70,9 @@ class SshAttempt:
         for agent in self._agents:
             agent.end(deadline)
 
-    def start(self, words: Sequence[str], more: Mapping[str, str]) -> None:
-        """Wait until all hosts are reached, and start their ranks. more: variables for all ranks. Raises
-        EnvironmentProblem; a signal raises KeyboardInterrupt."""
+    def start(self, words: Sequence[str]) -> None:
+        """Wait until all hosts are reached, and start their ranks. Raises EnvironmentProblem; a signal raises
+        KeyboardInterrupt."""
         deadline = time.monotonic() + CONNECT_S
         while waiting := [agent for agent in self._agents if agent.address is None]:
             if self._signals:
@@ -128,8 +87,8 @@ class SshAttempt:
             "MASTER_ADDR": _address_of_rank_0([agent.address or "" for agent in self._agents]),
             "MASTER_PORT": str(secrets.choice(_PORTS)),
             TOKEN: secrets.token_hex(16),
+            "TORCHELASTIC_RUN_ID": secrets.token_hex(8),
             **for_other_hosts(os.environ),
-            **more,
         }
         for agent, host in zip(self._agents, hosts):
             order = Order(
@@ -160,7 +119,6 @@ class SshAttempt:
             print(lost, file=sys.stderr, flush=True)
         self._codes[host.name] = EXIT_RANK_DIED if was_lost else status
         if self._codes[host.name] != EXIT_OK:
-            self.noticed = self.noticed or time.time()
             self._deadline = min(self._deadline, time.monotonic() + OTHERS_S)
 
     def _forward_signals(self, agents: Sequence[SshConnection]) -> None:
@@ -191,13 +149,5 @@ class SshAttempt:
 def _address_of_rank_0(addresses: Sequence[str]) -> str:
     """Return the address at which the others reach rank 0: that of its host, or if that is this host (empty address),
     the one from which packets to another host leave."""
-    others = [address for address in addresses[1:] if address]
-    address = addresses[0] or next(filter(None, map(interfaces.address_towards, others)), os.uname().nodename)
-    if _is_loopback(address) and not all(map(_is_loopback, others)):
-        message = f"rank 0 would listen on {address}, which the other hosts cannot reach"
-        raise EnvironmentProblem(Problem(message, "-H", "name the first host as the network knows it"))
-    return address
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
+    others = filter(None, addresses[1:])
+    return addresses[0] or next(filter(None, map(interfaces.address_towards, others)), os.uname().nodename)

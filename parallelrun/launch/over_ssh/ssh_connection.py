@@ -91,10 +91,9 @@ class SshConnection:
             self.end(time.monotonic() + 1.0)  # its last words
         ended = f"no answer in {CONNECT_S:g} s" if code is None else f"exit code {code}"
         why = "; ".join(self._complaints[-3:]) or ended
-        how = "cannot be reached by ssh" if code in (None, self.LOST) else "cannot start parallelrun"
         doctor = shlex.join([sys.executable, "-m", "parallelrun", "doctor"])
         test = shlex.join(["ssh", *self._options, self.host.name.strip("[]"), doctor])
-        return Problem(f"{self.host.name} {how}: {why}", "-H", command=test)
+        return Problem(f"ssh cannot start parallelrun on {self.host.name}: {why}", "-H", command=test)
 
 
 def remote_command(name: str, options: list[str]) -> list[str]:

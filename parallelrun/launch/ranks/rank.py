@@ -30,7 +30,6 @@ from parallelrun.launch.host.job import Job, RankSettings
 from parallelrun.launch.host.output import redirect
 from parallelrun.launch.host.store_file import file_store
 from parallelrun.planner.contract.plan import Plan
-from parallelrun.report.records import attempts
 
 if TYPE_CHECKING:
     import torch
@@ -76,8 +75,6 @@ def _work(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, connect: 
     store = connect() if connect is not None else None
     if store is not None:
         _join(job, rank, store)
-    if rank == 0:
-        attempts.mark(job.directory, "connected")
     context = WorkerContext(
         rank=rank,
         world=world,

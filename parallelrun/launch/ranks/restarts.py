@@ -34,7 +34,6 @@ from parallelrun.report.records.rows import last_row
 
 _INSTEAD = {
     "srun": "Slurm queues the job again after preemption or the loss of a node (parallelrun slurm ... prints it)",
-    "torchrun": "torchrun --max-restarts N does",
 }
 DAMAGED = "damaged_"  # before the name of a checkpoint that could not be loaded
 
@@ -46,8 +45,8 @@ def notes(config: Config, only_once: str = "") -> list[str]:
     """
     limit = config.restarts
     if limit and only_once:
-        others = _INSTEAD.get(only_once, "our own launcher does (-H for several hosts)")
-        return [f"restarts={limit}: {only_once} does not start ranks again: {others}; resume=auto goes on in a new job"]
+        others = _INSTEAD.get(only_once, "torchrun --max-restarts N starts ranks of several hosts again")
+        return [f"restarts={limit} is for our own launcher on one host: {others}; resume=auto goes on in a new job"]
     if not limit or config.checkpoint.every:
         return []
     return [f"restarts={limit} without checkpoint.every: after a failure the run begins again with its first step"]

@@ -33,8 +33,7 @@ class Attempt:
     number: from 1; resumed_step: of the checkpoint from which it resumed, 0 for a fresh start; stepping: when its first
     step began; step: the last step that it completed; saved: the last step that was saved when it ended; exit_code,
     error, rank, host: how it ended, `rank` the one that failed first; raised: by an exception of its worker; memory: by
-    a lack of it; repeated_s: time of its steps that the next attempt takes again; marks: when parts of its start and of
-    its end were done, by name.
+    a lack of it; repeated_s: time of its steps that the next attempt takes again.
     """
 
     number: int
@@ -54,7 +53,6 @@ class Attempt:
     raised: bool = False
     memory: bool = False
     repeated_s: float = 0.0
-    marks: Mapping[str, float] = field(default_factory=dict)
 
 
 def folder_of(directory: Path, number: int) -> Path:
@@ -87,44 +85,14 @@ def first_step_begins(directory: Path) -> None:
         write(directory, [*attempts[:-1], replace(attempts[-1], stepping=time.time())])
 
 
-def mark(directory: Path, *names: str, **times: float) -> None:
-    """Record when parts of the present attempt were done: `names` now, `times` then. Without attempts nothing is
-    recorded. One process at a time may call this."""
-    attempts = read(directory)
-    if attempts:
-        marks = {**attempts[-1].marks, **dict.fromkeys(names, time.time()), **times}
-        write(directory, [*attempts[:-1], replace(attempts[-1], marks=marks)])
-
-
 def lost_s(attempts: Sequence[Attempt]) -> float:
     """Return the seconds that failures cost: from each failure to the next step, and the work that was repeated."""
     down = [
-        after.stepping - before.marks.get("noticed", before.ended)
+        after.stepping - before.ended
         for before, after in pairwise(attempts)
         if before.ended is not None and after.stepping is not None
     ]
     return sum(down) + sum(attempt.repeated_s for attempt in attempts[:-1])
-
-
-def parts(before: Attempt, after: Attempt) -> dict[str, float]:
-    """Return the seconds of each part of a restart, from the notice of the failure to the next step; empty if that
-    never came. Ranks on one host have fewer parts."""
-    times = {
-        "ending the ranks": before.marks.get("ended"),
-        "starting ranks": after.began,
-        "joining": after.marks.get("joined"),
-        "process group": after.marks.get("connected"),
-        "building": after.marks.get("built"),
-        "loading": after.stepping,
-    }
-    last = before.marks.get("noticed", before.ended)
-    if last is None or after.stepping is None:
-        return {}
-    seconds = {}
-    for name, when in times.items():
-        if when is not None:
-            seconds[name], last = when - last, when
-    return seconds
 
 
 def repeated_steps(attempts: Sequence[Attempt]) -> int:
@@ -155,10 +123,10 @@ def status(directory: Path) -> dict[str, Any]:
 
 
 def lines(attempts: Sequence[Attempt], most: int | None = None, step: int = 0) -> list[str]:
-    """Return a line for each attempt: its ranks, its steps, and why it ended; and one with the parts of each restart.
-    most: attempts that are allowed; step: the run's last one, to which an attempt has come that has not failed."""
+    """Return a line for each attempt: its ranks, its steps, and why it ended. most: attempts that are allowed; step:
+    the run's last one, to which an attempt has come that has not failed."""
     out = []
-    for number, attempt in enumerate(attempts):
+    for attempt in attempts:
         of = f" of {most}" if most else ""
         degrees = " ".join(f"{axis}={size}" for axis, size in attempt.degrees.items() if size > 1)
         shown = f"attempt {attempt.number}{of}: {attempt.world} ranks{f' ({degrees})' if degrees else ''}"
@@ -169,9 +137,6 @@ def lines(attempts: Sequence[Attempt], most: int | None = None, step: int = 0) -
             who = f"rank {attempt.rank}{host} " if attempt.rank is not None else ""
             shown += f", ended by {who}({attempt.error})"
         out.append(shown)
-        if number and (took := parts(attempts[number - 1], attempt)):
-            each = ", ".join(f"{name} {seconds:.1f}" for name, seconds in took.items())
-            out.append(f"  {sum(took.values()):.1f} s from the failure to its first step: {each}")
     return out
 
 

@@ -28,8 +28,6 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
     config = training.config
     scaler = LossScaler(config.precision, scaled=training.plan.precision.scaled)
     checkpoints = Checkpoints(training, scaler, context)
-    if context.rank == 0:
-        attempts.mark(context.directory, "built")
     step = checkpoints.resume()
     training.data.begin_run(training, context, step)
     loop = _Loop(training, context, recorder, scaler, checkpoints, step)

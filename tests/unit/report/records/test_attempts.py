@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -66,27 +65,9 @@ def test_the_cost_of_restarts_is_the_time_without_steps_and_the_repeated_work(tm
     assert attempts.lines(history, 4) == [
         "attempt 1 of 4: 4 ranks (dp=4), steps 1 to 7, ended by rank 3 on h (died: SIGKILL)",
         "attempt 2 of 4: 4 ranks (dp=4), no step",
-        "  3.0 s from the failure to its first step: starting ranks 0.5, loading 2.5",
     ]
     told = attempts.lines(history, 4, step=60)
     assert "steps 1 to 7," in told[0] and told[1] == "attempt 2 of 4: 4 ranks (dp=4), steps 6 to 60"
-
-
-def test_a_restart_over_hosts_is_told_in_parts(tmp_path):
-    """The time begins when the failure is noticed, not when the ranks have ended."""
-    attempts.write(tmp_path, [Attempt(1, 4, {"dp": 4}, began=0.0, stepping=5.0, ended=20.3, step=7)])
-    attempts.mark(tmp_path, noticed=20.0, ended=20.5)
-    (first,) = attempts.read(tmp_path)
-    marks = {"joined": 23.0, "connected": 23.25, "built": 24.0}
-    second = Attempt(2, 4, {"dp": 4}, began=22.0, stepping=26.0, resumed_step=5, step=5, marks=marks)
-    told = {"ending the ranks": 0.5, "starting ranks": 1.5, "joining": 1.0,
-            "process group": 0.25, "building": 0.75, "loading": 2.0}  # fmt: skip
-    assert attempts.parts(first, second) == told
-    assert attempts.lost_s([first, second]) == 6.0
-    attempts.mark(tmp_path, "joined")
-    assert (
-        attempts.read(tmp_path)[0].marks["joined"] > 1e9 and attempts.parts(first, replace(second, stepping=None)) == {}
-    )
 
 
 def test_a_run_without_attempts_says_nothing_of_them(tmp_path):
