@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallelrun.api.tables import SWEPT_RESULTS, Metrics, ResultTable, data_frame, html_table, html_text, plain_text
+from parallelrun.api.tables import Metrics, ResultTable, data_frame, html_text, notebook_table, plain_text
 from parallelrun.base.errors import CheckpointError, ConfigError, Problem
 from parallelrun.config.keys import named_code
 from parallelrun.report.records.rows import RunRow
@@ -222,14 +222,6 @@ class SweepPoint:
 class SweepTable(ResultTable[SweepPoint]):
     """The points of a sweep in the order given."""
 
-    def leading(self) -> list[str]:
-        """The keys in which the points differ, the state and the results that are compared most."""
-        from parallelrun.report.sweeps.sweep_rows import varied
-
-        names = varied([{"overrides": [text.lstrip("+~") for text in item.overrides]} for item in self.items])
-        keys = [text.partition("=")[0] for point in names for text in point]
-        return [*dict.fromkeys(keys), "state", "reason", *SWEPT_RESULTS]
-
     def row(self, item: SweepPoint) -> dict[str, Any]:
         overrides = dict(text.lstrip("+~").partition("=")[::2] for text in item.overrides)
         results = item.run.summary if item.run else {}
@@ -291,8 +283,8 @@ class ComparedRuns(RunComparison):
     def __str__(self) -> str:
         return self.markdown()
 
-    def _repr_html_(self) -> str:
-        return html_table(self.rows())
+    def _repr_html_(self) -> str | None:
+        return notebook_table(self.rows())
 
 
 def words_of(point: str | Sequence[str]) -> tuple[str, ...]:

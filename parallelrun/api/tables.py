@@ -1,8 +1,9 @@
-"""Tables of results: sequences of rows that become DataFrames where pandas is installed, and HTML in notebooks."""
+"""Tables of results: sequences of rows that become DataFrames, also in notebooks, where pandas is installed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
@@ -14,12 +15,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Item = TypeVar("Item")
-SWEPT_RESULTS = (  # that a notebook shows of a sweep, the most important first
-    "loss", "val_loss", "val_top1", "max_error.params", "step_time_median_s", "median_s", "tokens_per_s",
-    "bubble_predicted", "peak_memory_bytes", "wire_bytes_per_step",
-)  # fmt: skip
-_SHOWN = 60  # rows of a table in a notebook
-_MOST_COLUMNS = 10  # of a table in a notebook, unless more are asked for
 _FIXED = "font-family:Menlo,'DejaVu Sans Mono',Consolas,'Courier New',monospace"
 _COLUMNS = 120  # of a report as text
 
@@ -29,10 +24,6 @@ class ResultTable(Sequence[Item], Generic[Item]):
     """A sequence of `items`, each of which is a row with named values."""
 
     items: tuple[Item, ...]
-
-    def leading(self) -> list[str]:
-        """The columns that a notebook shows first."""
-        return []
 
     def row(self, item: Item) -> dict[str, Any]:
         """The values of an item by column."""
@@ -68,28 +59,8 @@ class ResultTable(Sequence[Item], Generic[Item]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} rows)"
 
-    def show(self, *columns: str) -> HtmlTable:
-        """The table in a notebook with these columns; without names, with all of them."""
-        rows = self.rows()
-        return HtmlTable(html_table(rows, columns or _names(rows)))
-
-    def _repr_html_(self) -> str:
-        rows = self.rows()
-        names = list(dict.fromkeys([*self.leading(), *_names(rows)]))
-        filled = [name for name in names if any(row.get(name) not in (None, "") for row in rows)][:_MOST_COLUMNS]
-        num_more = len(_names(rows)) - len(filled)
-        more = f"<p>{num_more} more columns: .show() or .to_pandas()</p>" if num_more else ""
-        return html_table(rows, filled) + more
-
-
-@dataclass(frozen=True)
-class HtmlTable:
-    """A table that a notebook shows."""
-
-    html: str
-
-    def _repr_html_(self) -> str:
-        return self.html
+    def _repr_html_(self) -> str | None:
+        return notebook_table(self.rows())
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,29 +81,16 @@ def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
     return pandas.DataFrame(list(rows))
 
 
-def _names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The columns that any of the rows has."""
-    return list(dict.fromkeys(name for row in rows for name in row))
-
-
-def html_table(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> str:
-    """An HTML table of the first rows, in a fixed font. names: of the columns; empty: all."""
-    names = names or _names(rows)
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(_text(row.get(name)))}</td>' for name in names)}</tr>" for row in rows[:_SHOWN]
-    )
-    more = f"<p>... and {len(rows) - _SHOWN} more</p>" if len(rows) > _SHOWN else ""
-    return f'<table style="{_FIXED}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}'
+def notebook_table(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """A table as pandas shows it; None, for which a notebook shows the repr, without pandas."""
+    with suppress(EnvironmentProblem):
+        return str(data_frame(rows).to_html(max_rows=60))
+    return None
 
 
 def html_text(text: str) -> str:
     """Plain lines as HTML, in a fixed font: the columns of tables stay below each other."""
     return f'<pre style="white-space:pre;line-height:normal;{_FIXED}">{escape(text)}</pre>'
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def plain_text(show: Callable[[Console], None]) -> str:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.config import from_hf, hydra_settings, hydra_task, presets, short_names, sweeps, values
@@ -152,29 +151,9 @@ def compose_once(prepared: Prepared) -> tuple[Composed, Path | None]:
         return composed(task_config, prepared), hydra_task.run_directory()
 
 
-def _converted(task_config: DictConfig) -> object:
-    """The configuration as dataclasses. OmegaConf 2.4 refuses a list's wrong interpolation without naming its key."""
-    try:
-        return OmegaConf.to_object(task_config)
-    except InterpolationValidationError:
-        texts: Any = OmegaConf.to_container(task_config, resolve=False)
-        problems = values.of_unresolved(texts, partial(_is_wrong, task_config))
-        if not problems:
-            raise
-    raise ConfigError(*problems)
-
-
-def _is_wrong(task_config: DictConfig, key: str) -> bool:
-    try:
-        OmegaConf.select(task_config, key)
-    except InterpolationValidationError:
-        return True
-    return False
-
-
 def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
     """The Config of the task that Hydra has just started, checked against the schema."""
-    config = _converted(task_config)
+    config = OmegaConf.to_object(task_config)
     if not isinstance(config, Config):
         cause = "the primary configuration must have base_schema first in its defaults"
         raise ConfigError(Problem(cause, "config.yaml"))

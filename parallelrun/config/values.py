@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import reduce
 from math import ceil, floor
-from operator import attrgetter, getitem
+from operator import attrgetter
 from typing import Any
 
 from parallelrun.base.errors import Problem
@@ -47,17 +46,6 @@ def of_interpolations(config: object) -> list[Problem]:
             problems.append(Problem(f"{_takes(key)}, and the value is {_shown(value)}", key.name, example(key)))
         elif wrong := [item for item in value if not isinstance(item, _ITEMS.get(key.item, (object,)))]:
             cause = f"{_takes(key)} of {_NAMES[key.item]}, and {_shown(wrong[0])} is none"
-            problems.append(Problem(cause, key.name, example(key)))
-    return problems
-
-
-def of_unresolved(texts: Mapping[str, Any], is_wrong: Callable[[str], bool]) -> list[Problem]:
-    """The same problems in a configuration that OmegaConf refuses to resolve. texts: as written; is_wrong: of a key."""
-    problems = []
-    for key in known_keys().values():
-        if key.kind in _KINDS and is_wrong(key.name):
-            items = f" of {_NAMES[key.item]}" if key.item in _NAMES else ""
-            cause = f"{_takes(key)}{items}, and {reduce(getitem, key.name.split('.'), texts)} is none"
             problems.append(Problem(cause, key.name, example(key)))
     return problems
 
