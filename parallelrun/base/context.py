@@ -67,7 +67,7 @@ class WorkerContext:
     it at different steps, so the training loop must agree on it (sum it over all ranks) before it acts.
     save_failed(step): report in status.json that the checkpoint of that step could not be written, and continue.
     rank_died(rank): report that `rank` has died and the run continues without it. Exactly one other rank calls this.
-    report_pace(pace): report how the rank fares, for `top` and the supervisor.
+    report_pace(pace): report how the rank fares, for status.json.
     console_owner: whether this rank writes to the terminal (rank 0 only); other ranks write to their logs.
     prepared: what `prepare` of the worker's module has made before the ranks were forked; None if it was not called.
     """

@@ -25,7 +25,7 @@ def shown(text: str, until: Callable[[], bool] = lambda: False) -> Iterator[None
 
     Enter it before threads are started.
     """
-    if not (_is_terminal() and hasattr(os, "pidfd_open")):
+    if not _is_terminal():
         yield
         return
     began, parent = time.monotonic(), os.pidfd_open(os.getpid())

@@ -22,10 +22,7 @@ def set_aside(directory: Path) -> bool:
         for name, num_bytes in _BYTES.items():
             descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(descriptor, 0, num_bytes)
-                else:
-                    os.write(descriptor, bytes(num_bytes))
+                os.posix_fallocate(descriptor, 0, num_bytes)
             finally:
                 os.close(descriptor)
     except OSError:

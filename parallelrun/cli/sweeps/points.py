@@ -80,7 +80,7 @@ def close(directory: Path, invocation: int, stopped: int) -> int:
 
 def _end(row: Mapping[str, Any], stopped: bool) -> None:
     """Wait until the process of a point has ended; if the sweep is `stopped`, tell it to, and do not wait for long."""
-    if row.get("host") != os.uname().nodename or not hasattr(os, "pidfd_open"):
+    if row.get("host") != os.uname().nodename:
         return
     try:
         descriptor = os.pidfd_open(row["process"])

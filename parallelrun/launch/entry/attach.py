@@ -165,7 +165,7 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     """Run this rank's worker under a watchdog. The rank that causes a failure reports it on the terminal."""
     hosts = [member.host for member in members]
     if len(set(hosts)) == 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", environment.loopback_interface())
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", environment.LOOPBACK)
     else:
         os.environ.update(interfaces.socket_variables(os.environ, attached.master_addr))
     # mpirun and srun may bind each rank to cores of its own

@@ -1,4 +1,4 @@
-"""A process that acts when another one has ended, in whatever way. Linux only."""
+"""A process that acts when another one has ended, in whatever way."""
 
 from __future__ import annotations
 
@@ -34,9 +34,6 @@ def guarded(act: Callable[[], object], meanwhile: Callable[[], object] | None = 
 
     meanwhile: what it calls every second until then.
     """
-    if not hasattr(os, "pidfd_open"):
-        yield
-        return
     parent = os.pidfd_open(os.getpid())
     masked = signal.pthread_sigmask(
         signal.SIG_BLOCK, signal.valid_signals()

@@ -13,7 +13,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -115,8 +114,6 @@ def can_delay() -> bool:
 
 def missing() -> str:
     """Return why hosts cannot be emulated here; empty if they can."""
-    if sys.platform != "linux":
-        return "only Linux has network namespaces"
     if os.geteuid():
         return "only root may create network namespaces"
     absent = [name for name in ("ip", "tc") if shutil.which(name, path=_path()) is None]

@@ -17,6 +17,7 @@ from itertools import takewhile
 from parallelrun.base.errors import EnvironmentProblem, Problem
 
 TOKEN = "PARALLELRUN_TOKEN"  # a secret of the run, which a rank must know to join a rendezvous over a network
+LOOPBACK = "lo"  # the interface that gloo uses when all ranks share this host
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_LAUNCHERS = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_\w+|MASTER_ADDR|MASTER_PORT"
@@ -78,7 +79,7 @@ def for_rank(environ: Mapping[str, str], rank: int, world: int, threads: int) ->
     """
     variables = {name: value for name, value in without_launchers(environ).items() if _FOR_RANKS.match(name)}
     variables.setdefault("OMP_NUM_THREADS", str(threads))
-    variables.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    variables.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     variables.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     return variables
 
@@ -94,15 +95,9 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not _OF_LAUNCHERS.match(name)}
 
 
-def loopback_interface() -> str:
-    """Return the interface that gloo uses when all ranks share this host."""
-    return "lo0" if os.uname().sysname == "Darwin" else "lo"
-
-
 def num_cores() -> int:
     """Return the number of cores that this process may use: its affinity, limited by the container's quota."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(bound, host_cores())
+    return min(len(os.sched_getaffinity(0)), host_cores())
 
 
 def host_cores() -> int:

@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, fields
@@ -131,10 +130,6 @@ class HeartbeatFile:
 
 def anonymous_file(name: str, size: int) -> int:
     """Return the descriptor of a new file of zeros in memory, for this process and those that inherit it."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create(f"parallelrun-{name}")
-    else:
-        with tempfile.TemporaryFile() as file:  # macOS; the open file has no name
-            descriptor = os.dup(file.fileno())
+    descriptor = os.memfd_create(f"parallelrun-{name}")
     os.ftruncate(descriptor, size)
     return descriptor

@@ -34,9 +34,8 @@ def limit(folder: Path, parts: int) -> int:
         return 0
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     index = next((number for number in range(parts) if _take(folder, number)), os.getpid() % parts)
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))[: num_cores()]
-        os.sched_setaffinity(0, part(cores, index, parts))
+    cores = sorted(os.sched_getaffinity(0))[: num_cores()]
+    os.sched_setaffinity(0, part(cores, index, parts))
     if gpus := visible_gpus():
         selected = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = selected.split(",")[:gpus] if selected else [str(number) for number in range(gpus)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -13,19 +12,15 @@ if TYPE_CHECKING:
 
 
 class StoreFile(NamedTuple):
-    """The file of a store for ranks that this process starts. descriptor: they inherit it; None: they open `path`."""
+    """The file of a store for ranks that this process starts, which inherit its descriptor."""
 
     path: str
-    descriptor: int | None
+    descriptor: int
 
 
 @contextlib.contextmanager
-def store_file(directory: Path) -> Iterator[StoreFile]:
-    """Make a file for `file_store`, open until the ranks have inherited it: without a name on Linux, else in the
-    private `directory` of the run."""
-    if not hasattr(os, "memfd_create"):
-        yield StoreFile(os.fspath(directory / "store"), None)
-        return
+def store_file() -> Iterator[StoreFile]:
+    """Make a file without a name for `file_store`, open until the ranks have inherited it."""
     descriptor = os.memfd_create("parallelrun-store")
     try:
         yield StoreFile(f"/proc/self/fd/{descriptor}", descriptor)

@@ -54,7 +54,7 @@ def preload(job: Job) -> None:
 
 def modules(config: Config, plan: Plan, worker: str = WORKER) -> list[str]:
     """Return what forked ranks need, for `import_all`; nothing if the ranks of this plan are not forked."""
-    if not _may_fork(plan):
+    if plan.device == "cuda":
         return []
     names = [worker.partition(":")[0], *_PRELOADED]
     if plan.recompute == "full" or config.compile:
@@ -90,7 +90,7 @@ def import_all(names: Sequence[str]) -> None:
 def prepared(job: Job) -> Job:
     """Return the job with the object that its worker's module prepares once for all forked ranks. An error is ignored:
     the ranks get it again, and log it."""
-    if _may_fork(job.plan):
+    if job.plan.device != "cuda":
         with contextlib.suppress(Exception):
             make = getattr(import_module(job.worker.partition(":")[0]), "prepare", None)
             return replace(job, prepared=make(job.config, job.plan)) if make else job
@@ -98,12 +98,12 @@ def prepared(job: Job) -> Job:
 
 
 def method_for(plan: Plan) -> str:
-    """Return `exec` if a fork would be unsafe (CUDA, macOS, threads that do not survive a fork), else `fork`.
+    """Return `exec` if a fork would be unsafe (CUDA, threads that do not survive a fork), else `fork`.
 
     Such threads are Python's (parallel Hydra launchers) and torch's compute threads (an earlier inline run). numpy's
     OpenBLAS has threads, too, but ends them before a fork. So if there are threads, one fork shows which ones remain.
     """
-    if not _may_fork(plan):
+    if plan.device == "cuda":
         return EXEC
     if num_threads() > 1:
         pid = os.fork()
@@ -113,12 +113,8 @@ def method_for(plan: Plan) -> str:
     return FORK if num_threads() == 1 else EXEC
 
 
-def _may_fork(plan: Plan) -> bool:
-    return plan.device != "cuda" and sys.platform == "linux"
-
-
 def num_threads() -> int:
-    """Return the number of threads of this process, native ones included (Linux), without those that a fork is safe
+    """Return the number of threads of this process, native ones included, without those that a fork is safe
     with."""
     return sum(_comm(thread) not in _SAFE_THREADS for thread in os.listdir("/proc/self/task"))
 
@@ -135,7 +131,7 @@ def start(job: Job, heartbeats: HeartbeatFile) -> Iterator[int]:
     job = prepared(job)
     start_rank = _fork if method_for(job.plan) == FORK else _exec
     threads = threads_per_rank(os.environ, job.plan.world)
-    with emulation.namespaces(job.config, job.plan) as hosts, store_file(job.directory) as file:
+    with emulation.namespaces(job.config, job.plan) as hosts, store_file() as file:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -177,7 +173,7 @@ def unblock_signals() -> None:
 
 def take_turns(num_ranks: int) -> None:
     """If ranks share cores, let this one not interrupt another when it is woken: each interruption empties caches."""
-    if num_ranks > num_cores() and hasattr(os, "SCHED_BATCH"):
+    if num_ranks > num_cores():
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -228,7 +224,7 @@ def _exec(
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "parallelrun.launch.ranks.rank", json.dumps(order)],
-            pass_fds=[heartbeats.descriptor, *([] if file.descriptor is None else [file.descriptor])],
+            pass_fds=[heartbeats.descriptor, file.descriptor],
             stdin=subprocess.DEVNULL,
             stdout=None if serves else log,
             stderr=log,

@@ -1,7 +1,7 @@
 """One rank from start to end: device, process group, worker, and an orderly exit or a recorded failure.
 
 `python -m parallelrun.launch.ranks.rank` runs a rank that was started by exec: on CUDA, which does not survive a fork,
-on macOS, and if the launcher has threads."""
+and if the launcher has threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -191,21 +190,12 @@ def end(code: int) -> NoReturn:
 
 def leave_with_parent(parent: int) -> None:
     """End this process when its launcher ends, in whatever way."""
-    if sys.platform == "linux":
-        import ctypes
+    import ctypes
 
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    if sys.platform != "linux":  # untested: macOS has no parent-death signal, so a thread polls
-        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
-
-
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
 
 
 def main(

@@ -83,8 +83,7 @@ class Supervisor:
         for rank, pid in enumerate(processes.start(self._job, self._heartbeats)):
             self._alive[rank] = pid
             self._pids.append(pid)
-            if hasattr(os, "pidfd_open"):  # Linux
-                self._pidfds[rank] = os.pidfd_open(pid)
+            self._pidfds[rank] = os.pidfd_open(pid)
 
     def has_begun(self) -> bool:
         """Return whether the first rank has built its model, and may print."""
@@ -121,8 +120,7 @@ class Supervisor:
     def _on_exit(self, rank: int, code: int) -> None:
         now = time.monotonic_ns()
         del self._alive[rank]
-        if rank in self._pidfds:
-            os.close(self._pidfds.pop(rank))
+        os.close(self._pidfds.pop(rank))
         failed = code != self._heartbeats.returned(rank) and rank not in self._ended_by_us
         if failed and self._is_spare(rank, code):
             self._lost.add(rank)

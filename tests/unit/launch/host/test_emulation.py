@@ -82,7 +82,6 @@ def test_gpus_are_refused():
     [
         (lambda patch: patch.setattr(os, "geteuid", lambda: 1000), "only root"),
         (lambda patch: patch.setattr(emulation.shutil, "which", lambda name, path: None), "ip and tc of iproute2"),
-        (lambda patch: patch.setattr(emulation.sys, "platform", "darwin"), "only Linux"),
     ],
 )
 def test_a_machine_that_cannot_emulate_hosts_says_why(monkeypatch, prepare, what):

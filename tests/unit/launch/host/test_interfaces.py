@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from parallelrun.launch.host import interfaces
-from parallelrun.launch.host.environment import loopback_interface
-
-LOOPBACK = loopback_interface()
+from parallelrun.launch.host.environment import LOOPBACK
 
 
 def test_it_is_the_one_towards_the_host():
