@@ -59,11 +59,13 @@ def line_chart(title: str, lines: Sequence[ChartLine], *, from_zero: bool = Fals
 
 def legend(lines: Sequence[tuple[str, int]]) -> str:
     """Return the legend of (label, style)."""
-    items = [
-        f'<li><svg viewBox="0 0 30 10" aria-hidden="true"><polyline {_stroke(style)} points="0,5 30,5"/></svg>'
-        f"{escape(label)}</li>" for label, style in lines
-    ]  # fmt: skip
-    return f'<ul class="legend">{"".join(items)}</ul>'
+    return _keys((label, f'<polyline {_stroke(style)} points="0,5 30,5"/>') for label, style in lines)
+
+
+def _keys(items: Iterable[tuple[str, str]], last: str = "") -> str:
+    """Return a legend of (label, what is drawn before it). last: an item without a drawing."""
+    parts = [f'<svg viewBox="0 0 30 10" aria-hidden="true">{drawn}</svg>{escape(label)}' for label, drawn in items]
+    return f'<ul class="legend">{"".join(f"<li>{part}</li>" for part in [*parts, *filter(None, [last])])}</ul>'
 
 
 def stacked_bars(title: str, rows: Sequence[tuple[str, Sequence[float]]], names: Sequence[str],
@@ -85,11 +87,8 @@ def stacked_bars(title: str, rows: Sequence[tuple[str, Sequence[float]]], names:
                 parts.append(f'<rect class="bar f{colour % NUM_COLOURS}" {place}><title>{hint}</title></rect>')
             x += value * scale
         parts.append(f'<text x="{x + 6:.1f}" y="{y + 15}">{escape(text(sum(values)))}</text>')
-    keys = "".join(
-        f'<li><svg viewBox="0 0 30 10" aria-hidden="true"><rect class="f{index % NUM_COLOURS}" width="30" height="10"/>'
-        f"</svg>{escape(name)}</li>" for index, name in enumerate(names)
-    )  # fmt: skip
-    return _figure(title, width, 8 + len(rows) * BAR, parts, f'<ul class="legend">{keys}</ul>')
+    keys = _keys((name, _swatch(f"f{index % NUM_COLOURS}")) for index, name in enumerate(names))
+    return _figure(title, width, 8 + len(rows) * BAR, parts, keys)
 
 
 @dataclass(frozen=True)
@@ -117,12 +116,8 @@ def gantt(title: str, cells: Sequence[GanttCell], kinds: Sequence[str]) -> str:
                      f"<title>{escape(hint)}</title></rect>")  # fmt: skip
         if size > 8 * len(cell.text) + 2:
             parts.append(f'<text class="inside" x="{x + size / 2:.1f}" y="{y + 15}">{escape(cell.text)}</text>')
-    used = sorted({cell.kind for cell in cells})
-    keys = "".join(
-        f'<li><svg viewBox="0 0 30 10" aria-hidden="true"><rect class="k{kind}" width="30" height="10"/></svg>'
-        f"{escape(kinds[kind])}</li>" for kind in used
-    )  # fmt: skip
-    return _figure(title, width, 8 + num_rows * BAR, parts, f'<ul class="legend">{keys}<li>gap: idle</li></ul>')
+    keys = _keys(((kinds[kind], _swatch(f"k{kind}")) for kind in sorted({cell.kind for cell in cells})), "gap: idle")
+    return _figure(title, width, 8 + num_rows * BAR, parts, keys)
 
 
 def heat_map(title: str, cells: Sequence[Sequence[str]], labels: Sequence[str], first: int, last: int) -> str:
@@ -147,6 +142,10 @@ def _figure(title: str, width: int, height: int, parts: Sequence[str], below: st
         f'<figure{scrolls}><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {width} {height}" role="img" '
         f'aria-label="{escape(title)}">{"".join(parts)}</svg>{below}</figure>'
     )
+
+
+def _swatch(colour: str) -> str:
+    return f'<rect class="{colour}" width="30" height="10"/>'
 
 
 def _stroke(style: int) -> str:
