@@ -185,12 +185,11 @@ class Run:
 
     def text(self) -> str:
         """The run's origin and state as `parallelrun runs show` prints them, as plain text."""
-        from parallelrun.launch.failures.cleanup import size_of
         from parallelrun.report.records.read import read
         from parallelrun.report.records.rows import read_row
         from parallelrun.report.runs import run_list as report
 
-        facts = read(self.directory), read_row(self.directory), size_of(self.directory)
+        facts = read(self.directory), read_row(self.directory)
         return plain_text(lambda console: report.facts(*facts, console))
 
     def _repr_html_(self) -> str:

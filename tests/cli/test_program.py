@@ -46,7 +46,6 @@ MISTAKES_AND_PLANS = [
     (["ls"], 0),
     (["show", "quickstart"], 0),
     (["runs", "ls", "--runs", "."], 0),
-    (["runs", "gc", "--runs", "."], 0),
     (["compare", "no-such-run", "latest"], 2),
     (["--help"], 0),
     (["-m", "plan", "tp=1,2"], 2),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun.base.errors import EXIT_RANK_DIED
-from parallelrun.base.records import write_json
+from parallelrun.base.records import append_jsonl, write_json
 from parallelrun.launch.host import share
 from parallelrun.report.sweeps import sweep_rows
 
@@ -52,7 +52,7 @@ def note(directory: Path, row: Mapping[str, Any]) -> bool:
 def record(directory: Path, row: Mapping[str, Any]) -> None:
     """Append the row of a point that has ended."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    sweep_rows.append(directory, row)
+    append_jsonl(directory / sweep_rows.RESULTS, row)
     _note(directory, row).unlink(missing_ok=True)
 
 

@@ -1,15 +1,13 @@
-"""`parallelrun runs ls|show|rerun|gc`: the run directories of a folder. torch is imported by `rerun` only."""
+"""`parallelrun runs ls|show|rerun`: the run directories of a folder. torch is imported by `rerun` only."""
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from parallelrun.base.errors import EXIT_OK, ConfigError, EnvironmentProblem, Problem
+from parallelrun.base.errors import EXIT_OK, ConfigError, Problem
 from parallelrun.cli.json_output import print_json
 from parallelrun.cli.tools.compare import RUNS_HELP
 from parallelrun.report.records import find
@@ -28,10 +26,8 @@ def main(words: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "parallelrun runs", description="List, show, repeat and clean up run directories.", allow_abbrev=False
-    )
-    tools = parser.add_subparsers(required=True, metavar="ls|show|rerun|gc")
+    parser = argparse.ArgumentParser("parallelrun runs", description="List, show and repeat runs.", allow_abbrev=False)
+    tools = parser.add_subparsers(required=True, metavar="ls|show|rerun")
 
     def tool(name: str, carry_out: Callable[[argparse.Namespace, Path], int], text: str) -> argparse.ArgumentParser:
         added = tools.add_parser(name, help=text, description=text, allow_abbrev=False)
@@ -52,11 +48,6 @@ def _parser() -> argparse.ArgumentParser:
     rerun.add_argument("run", help=RUNS_HELP)
     rerun.add_argument("--trust", action="store_true", help="let the run's configuration name code")
     rerun.add_argument("--check", action="store_true", help="exit 4 if the losses are not bitwise equal")
-    gc = tool("gc", _gc, "list what can be removed: failed and old runs, checkpoints beyond keep; --yes removes it")
-    gc.add_argument("--yes", action="store_true", help="remove it; without this nothing is changed")
-    gc.add_argument("--older-than", type=_days, metavar="DAYS", help="also all runs that ended so many days ago")
-    gc.add_argument("--keep", type=_count, help="checkpoints to keep of each run (default: its own checkpoint.keep)")
-    gc.add_argument("--keep-failed", action="store_true", help="leave runs that failed without a checkpoint")
     return parser
 
 
@@ -66,19 +57,13 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _days(text: str) -> float:
-    days = text.removesuffix("d")
-    if not days.replace(".", "", 1).isdigit():
-        raise argparse.ArgumentTypeError(f"{text}: a number of days such as 30 or 30d is needed")
-    return float(days) * 86400
-
-
 def _ls(arguments: argparse.Namespace, runs: Path) -> int:
     """Print the table of runs. Reads only the runs that it shows, unless a state is asked for."""
     from parallelrun.report.runs import run_list as report
     from parallelrun.report.screen import open_console
 
-    _check_exists(runs)
+    if not runs.is_dir() and str(runs) != _RUNS:  # in the default folder there are no runs yet
+        raise ConfigError(Problem(f"{runs}: no such folder", "--runs"))
     directories = [path for path in find.all_runs(runs) if fnmatch.fnmatch(path.parent.name, arguments.name)]
     limit = len(directories) if arguments.all else arguments.limit
     rows: list[RunRow] = []
@@ -99,14 +84,7 @@ def _ls(arguments: argparse.Namespace, runs: Path) -> int:
     return EXIT_OK
 
 
-def _check_exists(runs: Path) -> None:
-    """Raise ConfigError for a folder that is not there, but for the default one: then there are no runs yet."""
-    if not runs.is_dir() and str(runs) != _RUNS:
-        raise ConfigError(Problem(f"{runs}: no such folder", "--runs"))
-
-
 def _show(arguments: argparse.Namespace, runs: Path) -> int:
-    from parallelrun.launch.failures.cleanup import size_of
     from parallelrun.report.runs import final_panel as run_report
     from parallelrun.report.runs import run_list as report
     from parallelrun.report.screen import open_console
@@ -117,7 +95,7 @@ def _show(arguments: argparse.Namespace, runs: Path) -> int:
         print_json({**report.document(row), "manifest": run.manifest, "config": run.config, "results": run.results})
         return EXIT_OK
     console = open_console()
-    report.facts(run, row, size_of(directory), console)
+    report.facts(run, row, console)
     if (directory / "summary.json").exists() and (directory / "comm.json").exists() and run.rows:
         console.print()
         run_report.show(directory, console)
@@ -128,27 +106,3 @@ def _rerun(arguments: argparse.Namespace, runs: Path) -> int:
     from parallelrun.cli.tools import rerun
 
     return rerun.rerun(find.single_run(arguments.run, runs), runs, arguments.trust, arguments.check)
-
-
-def _gc(arguments: argparse.Namespace, runs: Path) -> int:
-    from parallelrun.launch.failures import cleanup
-    from parallelrun.report.figures import bytes_text
-
-    _check_exists(runs)
-    policy = cleanup.Policy(not arguments.keep_failed, arguments.older_than, arguments.keep)
-    items = cleanup.removable(runs, policy)
-    try:
-        items = [*cleanup.remove(runs, items)] if arguments.yes else items
-    except OSError as error:
-        raise EnvironmentProblem(Problem(f"cannot remove {error.filename}: {error.strerror}", "--runs")) from error
-    total = sum(item.num_bytes for item in items)
-    if arguments.json:
-        rows = [{"run": item.run, "reason": item.reason, "bytes": item.num_bytes} for item in items]
-        print_json({"removed": arguments.yes, "items": rows, "bytes": total})
-        return EXIT_OK
-    for item in items:
-        print(f"{os.path.relpath(item.run)}: {item.reason}, {bytes_text(item.num_bytes)}")
-    done = "removed" if arguments.yes else "would be removed (--yes does it)"
-    print(f"{len(items)} of the above {done}: {bytes_text(total)}" if items else "nothing to remove")
-    sys.stdout.flush()
-    return EXIT_OK

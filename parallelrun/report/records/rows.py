@@ -59,11 +59,6 @@ class RunRow:
     def is_point(self) -> bool:
         return self.name.startswith("sweep-")
 
-    @property
-    def is_live(self) -> bool:
-        """Whether the run may still write: a silent one may only be stopped."""
-        return self.state in (RUNNING, STARTING, SILENT)
-
 
 def read_row(directory: Path) -> RunRow:
     """Return the row of a directory. A broken file is the row's state, so that one bad run does not hide all others."""

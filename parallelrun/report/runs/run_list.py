@@ -1,9 +1,11 @@
-"""The tables of `parallelrun runs`: all runs, one run, and what gc would remove."""
+"""The tables of `parallelrun runs`: all runs, and one run."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -67,7 +69,13 @@ def document(row: RunRow) -> dict[str, Any]:
     return {**fields, "state": row.state, "step": row.step, "error": row.error or None, "results": row.results}
 
 
-def facts(run: RunRecord, row: RunRow, num_bytes: int, console: Console) -> None:
+def _size_of(directory: Path) -> int:
+    """Return the bytes of all files below a directory."""
+    paths = (os.path.join(parent, name) for parent, _, names in os.walk(directory) for name in names)
+    return sum(os.lstat(path).st_size for path in paths if os.path.lexists(path))
+
+
+def facts(run: RunRecord, row: RunRow, console: Console) -> None:
     """Print what a run is and where it came from; its results are in `report.runs.final_panel`."""
     manifest = run.manifest
     versions = [
@@ -81,7 +89,7 @@ def facts(run: RunRecord, row: RunRow, num_bytes: int, console: Console) -> None
         ("versions", ", ".join(versions)),
         ("git", git),
         ("seed", str(run.config.get("seed", "?"))),
-        ("files", bytes_text(num_bytes)),
+        ("files", bytes_text(_size_of(run.directory))),
     ]
     if history := attempts.read(run.directory):
         allowed = run.config.get("restarts")

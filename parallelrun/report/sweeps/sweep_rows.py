@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from parallelrun.base.records import append_jsonl, write_text
 
 RESULTS = "results.jsonl"
 _RECORD = {"run": "summary.json", "bench": "bench.json", "verify": "verify.json"}
@@ -30,34 +26,6 @@ def read(directory: Path) -> list[dict[str, Any]]:
         points[row.get("point", 0)] = row
     rows = [row for points in by_config.values() for row in points.values()]
     return sorted(rows, key=lambda row: row.get("point", 0))
-
-
-def append(directory: Path, row: Mapping[str, Any]) -> None:
-    """Append the row of a point that has ended, also while another process adds or forgets rows."""
-    with _locked(directory / RESULTS):
-        append_jsonl(directory / RESULTS, row)
-
-
-def forget(directory: Path, names: Collection[str]) -> None:
-    """Remove the rows of the points whose run directories had these names, and of points that repeat them."""
-    with _locked(directory / RESULTS):
-        rows = read_jsonl(directory / RESULTS)
-        removed = {(row.get("invocation"), row.get("point")) for row in rows if row.get("directory") in names}
-        left = [row for row in rows if row.get("directory") not in names
-                and (row.get("invocation"), row.get("same_as")) not in removed]  # fmt: skip
-        write_text(directory / RESULTS, "".join(json.dumps(row) + "\n" for row in left))
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Lock a file against other processes, creating it if needed; also if another process replaces it meanwhile."""
-    while True:
-        with open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                    yield
-                    return
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 from rich.console import Console
@@ -75,36 +74,19 @@ def test_show_prints_where_a_run_came_from(runs, capsys):
     assert (found["state"], found["config"]["seed"], found["results"]["val_loss"]) == ("done", 1, 3.0)
 
 
-def test_gc_removes_only_when_told(runs, capsys):
-    assert main(["runs", "gc"]) == 0
-    text = capsys.readouterr().out
-    assert f"runs{os.sep}gpt-0{os.sep}20260104T000000Z-000003: failed, nothing to resume from" in text
-    assert "1 of the above would be removed (--yes does it)" in text
-    assert len(listed(capsys, "--all")) == 30
-    assert main(["runs", "gc", "--yes", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["removed"] is True and len(found["items"]) == 1
-    assert len(listed(capsys, "--all")) == 29
-    assert main(["runs", "gc"]) == 0
-    assert "nothing to remove" in capsys.readouterr().out
-
-
 def test_before_the_first_run_there_is_nothing_to_list(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert (main(["runs", "ls"]), main(["runs", "gc"])) == (0, 0)
-    assert capsys.readouterr().out == "no such runs in runs\nnothing to remove\n"
+    assert main(["runs", "ls"]) == 0
+    assert capsys.readouterr().out == "no such runs in runs\n"
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["ls", "--runs", "nowhere"], "nowhere: no such folder"),
-        (["gc", "--runs", "nowhere"], "nowhere: no such folder"),
         (["show", "nope"], "no run nope"),
         (["rerun", "nope"], "no run nope"),
         (["ls", "--limit", "0"], "a number from 1"),
-        (["gc", "--older-than", "-3"], "--older-than"),
-        (["gc", "--older-than", "soon"], "a number of days"),
         (["clean"], "invalid choice"),
         ([], "required"),
     ],

@@ -24,24 +24,24 @@ def status(directory, **fields) -> None:
 def test_a_finished_run(tmp_path):
     row = read_row(write_run(tmp_path / "gpt-ddp-dp2" / "20260101T000000Z-aaaaaa"))
     assert (row.state, row.step, row.name, row.id) == ("done", 4, "gpt-ddp-dp2", "aaaaaa")
-    assert row.results["val_loss"] == 3.0 and not row.is_live
+    assert row.results["val_loss"] == 3.0
 
 
 @pytest.mark.parametrize(
-    ("fields", "state", "is_live"),
+    ("fields", "state"),
     [
-        ({"pid": os.getpid()}, "running", True),
-        ({"pid": NO_PROCESS}, "died", False),
-        ({"pid": NO_PROCESS, "host": "elsewhere"}, "running", True),
-        ({"pid": None}, "running", True),
-        ({"pid": NO_PROCESS, "state": "failed", "error": "boom"}, "failed", False),
+        ({"pid": os.getpid()}, "running"),
+        ({"pid": NO_PROCESS}, "died"),
+        ({"pid": NO_PROCESS, "host": "elsewhere"}, "running"),
+        ({"pid": None}, "running"),
+        ({"pid": NO_PROCESS, "state": "failed", "error": "boom"}, "failed"),
     ],
 )
-def test_a_run_without_a_summary_lives_or_died(tmp_path, fields, state, is_live):
+def test_a_run_without_a_summary_lives_or_died(tmp_path, fields, state):
     directory = write_run(tmp_path / "a", state="running")
     status(directory, **fields)
     row = read_row(directory)
-    assert (row.state, row.is_live, row.step, row.results["loss"]) == (state, is_live, 4, 2.0)
+    assert (row.state, row.step, row.results["loss"]) == (state, 4, 2.0)
     assert row.error == fields.get("error", "")
 
 
@@ -57,14 +57,14 @@ def test_a_run_of_which_nothing_is_heard_for_longer_than_a_hang_lasts_is_silent(
     assert read_row(directory).state == "running"  # the clock of the other host is wrong
     os.utime(directory / "status.json", (then, then))
     row = read_row(directory)
-    assert (row.state, row.is_live) == (state, True)
+    assert row.state == state
     assert row.error.startswith("no news for 170 s: all of it was killed at once" if state == "silent" else "")
 
 
 def test_a_directory_without_status_is_about_to_start_unless_it_is_old(tmp_path):
     directory = write_run(tmp_path / "a", losses=(), state="running")
     (directory / "status.json").unlink()
-    assert read_row(directory).state == "starting" and read_row(directory).is_live
+    assert read_row(directory).state == "starting"
     os.utime(directory, (0, 0))
     assert read_row(directory).state == "broken"
     (directory / "config.yaml").unlink()
