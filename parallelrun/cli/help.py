@@ -27,7 +27,7 @@ _TOOL_TABLE = {  # tool -> (its module and function, what it does)
         "list recipes, models, strategies, datasets, optimizers, precisions, clusters, trackers; ls keys"),
     "show": ("cli.tools.listing:show", "print a recipe's composed configuration"),
     "recipes": ("cli.tools.gallery:main", "recipes ls, cp, validate: list, copy and check recipes"),
-    "runs": ("cli.tools.runs:main", "runs ls, show, rerun: list, show and repeat runs"),
+    "runs": ("cli.tools.runs:main", "runs ls, show: list run directories; show one of them"),
     "compare": ("cli.tools.compare:main",
         "compare runs: configuration, plan, versions, losses, speed, memory, bytes; --fail-on for CI"),
     "report": ("cli.tools.report:main", "write one HTML page about runs or a sweep, readable without a network"),

@@ -90,19 +90,6 @@ def test_trackers_are_listed_and_misspelt_ones_refused_before_anything_starts(si
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_rerun_of_a_resumed_run_has_a_record_of_its_own(site, tmp_path):
-    words = (*SMALL, "strategy=single", "steps=3", "tracker=diary")
-    assert run_to_end(*words, cwd=tmp_path, site=site).returncode == 0
-    assert run_to_end("resume=latest", "steps=5", cwd=tmp_path, site=site).returncode == 0
-    [(directory, lines)] = diaries(tmp_path).items()
-    again = run_to_end("runs", "rerun", "latest", "--check", cwd=tmp_path, site=site)
-    assert again.returncode == 0 and "bitwise equal in 2 common steps" in again.stdout, again.stderr
-    records = diaries(tmp_path)
-    assert records.pop(directory) == lines
-    [repeated] = records.values()
-    assert [line["step"] for line in repeated if "step" in line] == [4, 5]
-
-
 def test_resuming_a_run_that_still_trains_says_which_process_writes_it(site, tmp_path):
     words = (*SMALL, "strategy=single", "steps=3", "tracker=diary")
     assert run_to_end(*words, cwd=tmp_path, site=site).returncode == 0

@@ -57,8 +57,8 @@ TOOLS = {
         "ls extra", "cp quickstart empty.yaml", "validate fifo", "validate loop", "''",
     ),
     "runs": (
-        "nosuch", "show", "show nosuch", "show folder", "rerun nosuch", "rerun", "ls runs=nosuch", "ls runs=binary",
-        "ls --limit x", "show badrun", "rerun badrun", "ls runs=badruns", "''",
+        "nosuch", "show", "show nosuch", "show folder", "ls runs=nosuch", "ls runs=binary",
+        "ls --limit x", "show badrun", "ls runs=badruns", "''",
     ),
     "compare": (
         "", "a", "a b", "folder folder", "badrun badrun", "badrun badrun --fail-on", "badrun badrun --fail-on x",

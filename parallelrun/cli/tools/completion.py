@@ -49,7 +49,7 @@ def _of_tool(tool: str, words: Sequence[str]) -> list[str]:
         "ls": [*KINDS, TRACKERS, KEYS, "--json"],
         "doctor": ["--json"],
         "recipes": ["ls", "cp", "validate"],
-        "runs": ["ls", "show", "rerun"],
+        "runs": ["ls", "show"],
     }
     return by_tool.get(tool, []) if tool != "runs" or not words else []
 

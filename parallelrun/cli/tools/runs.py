@@ -1,4 +1,4 @@
-"""`parallelrun runs ls|show|rerun`: the run directories of a folder. torch is imported by `rerun` only."""
+"""`parallelrun runs ls|show`: the run directories of a folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ def main(words: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("parallelrun runs", description="List, show and repeat runs.", allow_abbrev=False)
-    tools = parser.add_subparsers(required=True, metavar="ls|show|rerun")
+    parser = argparse.ArgumentParser("parallelrun runs", description="List and show runs.", allow_abbrev=False)
+    tools = parser.add_subparsers(required=True, metavar="ls|show")
 
     def tool(name: str, carry_out: Callable[[argparse.Namespace, Path], int], text: str) -> argparse.ArgumentParser:
         added = tools.add_parser(name, help=text, description=text, allow_abbrev=False)
         added.set_defaults(carry_out=carry_out)
         added.add_argument("--runs", default=_RUNS, help="the folder of run directories (default: runs)")
-        if name != "rerun":
-            added.add_argument("--json", action="store_true", help="one JSON document")
+        added.add_argument("--json", action="store_true", help="one JSON document")
         return added
 
     ls = tool("ls", _ls, "list runs, the newest first")
@@ -44,10 +43,6 @@ def _parser() -> argparse.ArgumentParser:
     ls.add_argument("--all", action="store_true", help="all runs")
     show = tool("show", _show, "show one run: command, versions, state, results")
     show.add_argument("run", help=RUNS_HELP)
-    rerun = tool("rerun", _rerun, "repeat a run from its own configuration, and compare the losses")
-    rerun.add_argument("run", help=RUNS_HELP)
-    rerun.add_argument("--trust", action="store_true", help="let the run's configuration name code")
-    rerun.add_argument("--check", action="store_true", help="exit 4 if the losses are not bitwise equal")
     return parser
 
 
@@ -100,9 +95,3 @@ def _show(arguments: argparse.Namespace, runs: Path) -> int:
         console.print()
         run_report.show(directory, console)
     return EXIT_OK
-
-
-def _rerun(arguments: argparse.Namespace, runs: Path) -> int:
-    from parallelrun.cli.tools import rerun
-
-    return rerun.rerun(find.single_run(arguments.run, runs), runs, arguments.trust, arguments.check)

@@ -46,18 +46,16 @@ def start(
     run_root: Path | None = None,
     worker: str = WORKER,
     created: Callable[[Path], None] | None = None,
-    repeats: bool = False,
 ) -> int:
     """Create the run directory and run `plan` to its end. Return the exit code.
 
     argv: for the manifest. overrides: for the command that resumes the run. run_root: use exactly this directory
-    (`hydra.run.dir`, a point of a sweep). worker: `module:function`. created: is called with the run directory.
-    repeats: it repeats another run, so its trackers do not continue the record of the run that it resumes. Raises
+    (`hydra.run.dir`, a point of a sweep). worker: `module:function`. created: is called with the run directory. Raises
     ConfigError and EnvironmentProblem before any process is started.
     """
     attached = environment.detect(os.environ)
     options = ConsoleOptions(tuple(overrides), "-v" in argv or "--verbose" in argv)
-    job = _prepare(Job(config, plan, Path(), worker, options), argv, attached, run_root, repeats)
+    job = _prepare(Job(config, plan, Path(), worker, options), argv, attached, run_root)
     if job is None:
         if attached:
             attach.abandon(attached, EXIT_OK)
@@ -100,9 +98,7 @@ def starting(world: int, dataset: str | None) -> str:
     return f"starting {counted(world, 'rank')}" + (f", loading data ({dataset})" if dataset else "")
 
 
-def _prepare(
-    job: Job, argv: Sequence[str], attached: Attached | None, run_root: Path | None, repeats: bool
-) -> Job | None:
+def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root: Path | None) -> Job | None:
     """Make all checks, then create the run directory and write what is known before the first step. Return `job` with
     the directory and the resolved `resume`; None, after a message, if the run to resume has already finished."""
     config, plan = job.config, job.plan
@@ -137,7 +133,7 @@ def _prepare(
     resumed = None
     if checkpoint:
         config, checkpoint = _held(config, plan, checkpoint, folder)
-        _carry_trackers(checkpoint, folder, config, repeats)
+        _carry_trackers(checkpoint, folder, config)
     elif config.resume == AUTO:
         print(f"resume=auto: no checkpoint of this training under {config.runs}: starting fresh", file=sys.stderr)
         config = replace(config, resume=None)
@@ -163,13 +159,13 @@ def _notes_on_initial_weights(config: Config, plan: Plan) -> list[str]:
     return source.notes_on_initial(config)
 
 
-def _carry_trackers(checkpoint: Chosen, folder: Path, config: Config, repeats: bool) -> None:
-    """Let the trackers continue the record of the resumed run, unless that run still trains or is repeated."""
+def _carry_trackers(checkpoint: Chosen, folder: Path, config: Config) -> None:
+    """Let the trackers continue the record of the resumed run, unless that run still trains."""
     resumed_run, step = checkpoint.path.parents[1], checkpoint.index.step
     if writer := writer_of(resumed_run):
         message = f"{resumed_run} still trains: {writer} writes it. This run trains the steps after its step {step}"
         print_note(f"warning: {message} a second time, and its trackers begin a record of their own")
-    elif not repeats:
+    else:
         carry_over(resumed_run, folder, config.tracker.use, step)
 
 

@@ -11,7 +11,6 @@ import parallelrun as pr
 from parallelrun.base.errors import ConfigError
 from parallelrun.checkpoint.exchange import source
 from parallelrun.cli import resume
-from parallelrun.cli.tools import rerun
 from parallelrun.config.keys import CODE_KEYS
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.resolve.freeze import freeze
@@ -59,11 +58,9 @@ def test_resuming_needs_it_named_again(config: Config, key: str) -> None:
     resume._refuse_code(config, frozenset({key}))
 
 
-def test_neither_weights_nor_a_rerun_nor_a_plan_of_a_notebook_call_it(directory: Path, tmp_path: Path) -> None:
+def test_neither_weights_nor_a_plan_of_a_notebook_call_it(directory: Path) -> None:
     with pytest.raises(ConfigError, match="is not loaded from here"):
         source._saved(directory, directory, "run", trust=False)
-    with pytest.raises(ConfigError, match="may come from a stranger"):
-        rerun._config(directory, tmp_path, trust=False)
     with pytest.raises(ConfigError, match="may come from a stranger"):
         _ = pr.load(directory).plan
 

@@ -86,7 +86,7 @@ def test_tools_complete_their_own_words():
 def test_tools_complete_their_words_one_after_the_other():
     assert ask("parallelrun recipes ") == ["ls", "cp", "validate"]
     assert ask("parallelrun recipes cp quick") == ask("parallelrun recipes validate quick") == ["quickstart"]
-    assert ask("parallelrun recipes ls ") == [] and ask("parallelrun runs re") == ["rerun"]
+    assert ask("parallelrun recipes ls ") == [] and ask("parallelrun runs sh") == ["show"]
 
 
 @pytest.fixture

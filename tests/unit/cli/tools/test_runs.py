@@ -9,10 +9,8 @@ from rich.console import Console
 
 from parallelrun.cli.main import main
 from parallelrun.cli.tools import runs as command
-from parallelrun.planner.resolve.freeze import freeze
 from parallelrun.report.records.rows import read_row
 from parallelrun.report.runs import run_list as report
-from tests.plans import tiny_config
 from tests.run_files import write_run
 
 
@@ -85,7 +83,6 @@ def test_before_the_first_run_there_is_nothing_to_list(tmp_path, monkeypatch, ca
     [
         (["ls", "--runs", "nowhere"], "nowhere: no such folder"),
         (["show", "nope"], "no run nope"),
-        (["rerun", "nope"], "no run nope"),
         (["ls", "--limit", "0"], "a number from 1"),
         (["clean"], "invalid choice"),
         ([], "required"),
@@ -94,23 +91,3 @@ def test_before_the_first_run_there_is_nothing_to_list(tmp_path, monkeypatch, ca
 def test_mistakes_are_exit_2(runs, capsys, words, told):
     assert main(["runs", *words]) == 2
     assert told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("keys", "code", "told"),
-    [
-        ({"model.name": "module", "model.source": "net.py:build"}, 2, "--trust"),
-        ({"resume": "/nonexistent/gone"}, 4, "which is gone"),
-    ],
-)
-def test_a_run_that_names_code_or_a_lost_checkpoint_is_not_repeated(tmp_path, capsys, keys, code, told):
-    directory = write_run(tmp_path / "gpt" / "20260101T000000Z-aaaaaa")
-    (directory / "config.yaml").write_text(freeze(tiny_config(keys)))
-    assert main(["runs", "rerun", str(directory)]) == code
-    assert told in capsys.readouterr().err
-
-
-def test_a_broken_configuration_is_exit_4_with_the_file_and_key(tmp_path, capsys):
-    directory = write_run(tmp_path / "gpt" / "20260101T000000Z-aaaaaa", config={"optimizer.lr": "high"})
-    assert main(["runs", "rerun", str(directory)]) == 4
-    assert "config.yaml" in capsys.readouterr().err
