@@ -31,7 +31,6 @@ from parallelrun.base.errors import (
     full_disk,
 )
 from parallelrun.base.records import write_json
-from parallelrun.checkpoint.find import complete_steps
 from parallelrun.distributed import sequences
 from parallelrun.launch.failures import stall
 from parallelrun.launch.failures.stall import StalledOperation
@@ -219,12 +218,12 @@ def headline(failure: Failure, plan: Plan) -> list[str]:
 
 def how_to_resume(directory: Path, options: ConsoleOptions) -> list[str]:
     """Return lines with the newest complete checkpoint and the command that resumes from it."""
-    steps = complete_steps(directory)
-    if not steps:
+    saved = last_checkpoint(directory)
+    if saved is None:
         return ["  last good checkpoint: none"]
     words = [word for word in options.overrides if not word.startswith("resume=")]
-    command = shlex.join([*words, f"resume={steps[max(steps)]}"])
-    return [f"  last good checkpoint: step {max(steps)}", f"  resume with: parallelrun {command}"]
+    command = shlex.join([*words, f"resume={saved[1]}"])
+    return [f"  last good checkpoint: step {saved[0]}", f"  resume with: parallelrun {command}"]
 
 
 def coordinate(plan: Plan, rank: int) -> str:
@@ -233,3 +232,9 @@ def coordinate(plan: Plan, rank: int) -> str:
         return f"server {rank - plan.num_workers}"
     degrees = plan.mesh.coordinate(rank)
     return " ".join(f"{axis}={degrees.get(axis, 0)}" for axis in ("dp", "tp", "pp"))
+
+
+def last_checkpoint(directory: Path) -> tuple[int, Path] | None:
+    """Return (step, path) of a run's newest checkpoint. One that is being written has a hidden name."""
+    steps = [path for path in directory.glob("checkpoints/step_*") if path.is_dir() and path.name[5:].isdigit()]
+    return max(((int(path.name[5:]), path) for path in steps), default=None)

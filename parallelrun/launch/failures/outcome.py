@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import TextIO
 
 from parallelrun.base.errors import EXIT_PREEMPTED
-from parallelrun.checkpoint.find import complete_steps
 from parallelrun.launch.failures import failure
 from parallelrun.launch.failures.failure import Failure
 from parallelrun.launch.host.directory import Status
@@ -42,9 +41,8 @@ def conclude(outcome: Outcome, job: Job, terminal: TextIO | None = None) -> None
     if cause:
         lines = failure.message(cause, job.plan, job.directory, job.options)
     elif outcome.note:
-        step = max(complete_steps(job.directory), default=None)
-        saved = "none" if step is None else f"step {step}"
-        lines = [f"{outcome.note}; last good checkpoint: {saved}; {job.directory}"]
+        saved = failure.last_checkpoint(job.directory)
+        lines = [f"{outcome.note}; last good checkpoint: {f'step {saved[0]}' if saved else 'none'}; {job.directory}"]
     elif outcome.exit_code == EXIT_PREEMPTED:
         lines = ["preempted", *failure.how_to_resume(job.directory, job.options)]
     if outcome.why_not:

@@ -100,9 +100,10 @@ def test_a_failure_survives_its_file(tmp_path):
     assert failure.read_failure(tmp_path, 0) is None
 
 
-def test_the_last_words_name_rank_place_step_checkpoint_and_command(tmp_path, monkeypatch):
-    steps = {step: tmp_path / "checkpoints" / f"step_{step}" for step in (5, 10)}
-    monkeypatch.setattr(failure, "complete_steps", {tmp_path: steps}.get)
+def test_the_last_words_name_rank_place_step_checkpoint_and_command(tmp_path):
+    for step in (5, 10):
+        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".step_15.aside").mkdir()
     told = Failure(3, "died: SIGKILL", 6, 0, 0, 77, 12, "step")
     lines = message(
         told, tiny_plan(dp=2, tp=2), tmp_path, ConsoleOptions(("dp=2", "tp=2", "name=a b", "resume=latest"))
