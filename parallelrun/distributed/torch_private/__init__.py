@@ -44,7 +44,6 @@ from parallelrun.distributed.torch_private.recurrent import renew_weight_list, s
 from parallelrun.distributed.torch_private.tensors import (
     add_all,
     copy_all,
-    fused_adamw,
     grouped_product,
     has_grouped_product,
     multiply,
