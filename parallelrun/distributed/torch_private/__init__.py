@@ -6,7 +6,6 @@ from parallelrun.distributed.torch_private.attention import (
     has_fused_attention,
 )
 from parallelrun.distributed.torch_private.compiler import (
-    before_compiling,
     import_compiler,
     keep_compiled_buffers,
     uncompiled,
