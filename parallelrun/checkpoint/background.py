@@ -8,21 +8,19 @@ which takes longer than the copy, and a process that uses CUDA cannot fork.
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from parallelrun.base.background_thread import BackgroundThread
 from parallelrun.checkpoint.storage import LocalPart
 from parallelrun.checkpoint.store import write_parts
 from parallelrun.distributed import torch_private
@@ -159,38 +157,3 @@ class BackgroundWriter:
             pending.result()
         finally:
             KERNELS.release()
-
-
-class BackgroundThread:
-    """A thread that runs functions one after another, from the first on. It ends with the process, or with this object.
-
-    A failed rank must not wait for a disk or for peers, so the process does not wait for it. The caller that starts a
-    thread waits until it runs, which takes many milliseconds where ranks share cores: so it is started once.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._jobs: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        self._runs = False
-
-    def run(self, function: Callable[[], None]) -> Future[None]:
-        """Run the function beside the caller. Return its end, with what it has raised."""
-        if not self._runs:
-            self._runs = True
-            threading.Thread(target=_run_jobs, args=(self._jobs,), name=self._name, daemon=True).start()
-            weakref.finalize(self, self._jobs.put, None)
-        future: Future[None] = Future()
-        self._jobs.put((function, future))
-        return future
-
-
-def _run_jobs(jobs: SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        function, future = job
-        try:
-            function()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-        del job, function, future  # while the thread waits, it must not keep what these refer to
