@@ -284,13 +284,6 @@ def experts_summed_with_other_experts() -> None:
     Mesh.group = lambda self, axis: right(self, "ep" if axis == "expert_dp" else axis)
 
 
-def norm_of_own_experts() -> None:
-    """Every rank measures what it holds, as if all held the same experts."""
-    from parallelrun.training.loop import gradients
-
-    gradients._are_everywhere = lambda *arguments: True
-
-
 def chunks_of_experts_in_a_row() -> None:
     """Chunks inside of every expert are taken as if they lay one after the other, as chunks of dim 0 do."""
     from parallelrun.strategies.data.common.zero_runtime import ChunkedWeight

@@ -47,7 +47,7 @@ def create_group(options: Any, _: Any = None) -> Any:
     members = [GroupMember(process.peers.get(endpoint["token"], process), endpoint["base"]) for endpoint in endpoints]
     channel = CollectiveChannel(engine, members, rank)
     messages = MessageChannel(engine, members, rank, COLLECTIVE_WORDS)
-    collectives = Collectives(members, rank, shares_cores, process.arena)
+    collectives = Collectives(members, rank, shares_cores)
     return SharedMemoryGroup(options, engine, collectives, channel, messages)
 
 

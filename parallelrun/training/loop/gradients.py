@@ -18,8 +18,6 @@ EPSILON = 1e-6
 # Long fp32 sums are less exact on CPU (relative error 2e-7 at LONG elements, 3.5e-5 at 30 million); sums of rows keep 7
 # digits, but each takes a call from Python, where all gradients up to LONG elements share one.
 ROW, LONG = 4096, 16384
-# To measure this many bytes on every rank is faster than one more exchange.
-MEASURED_ALONE_BYTES = 4 * 2**20
 
 
 class Gradients:
@@ -52,11 +50,6 @@ class Gradients:
             parts = _own_parts(buffers, own, axis, plan, mesh)
             self._measured += parts or []
             self._counted += [] if parts is not None else [p for p in own if not p.shared and owned[p.layout]]
-        # Whether every rank can measure the global norm alone, so that `squared_norm` is all of it and not a share.
-        only_flat = bool(self._measured) and not self._counted
-        self.norm_is_local = only_flat and _are_everywhere(self._flat, self._parameters, plan)
-        if self.norm_is_local:
-            self._measured = self._flat
         self._sums = [  # (parameters, group, purpose), in the same order on all ranks
             ([p for p in self._parameters if p.layout.partial == axes], mesh.group(axis), "partial")
             for axes in sorted({p.layout.partial for p in parameters} - {()})
@@ -76,7 +69,7 @@ class Gradients:
                 _sum_together(_gradients(parameters), group, purpose)
 
     def squared_norm(self) -> Tensor:
-        """Return this rank's share of the squared global gradient norm (all of it if `norm_is_local`).
+        """Return this rank's share of the squared global gradient norm.
 
         It is fp64, 0-d, on the gradients' device. Each logical element is counted once in the world, or once in each
         independent replica: by the owner of its part, and by the original of a tied pair. Replicas with flat buffers
@@ -102,13 +95,6 @@ class Gradients:
 def clip_coefficient(norm: float, max_norm: float) -> float:
     """Return the factor that clips gradients of norm `norm` to `max_norm` (0: no clipping)."""
     return min(1.0, max_norm / (norm + EPSILON)) if max_norm > 0 else 1.0
-
-
-def _are_everywhere(flat: list[Tensor], parameters: list[LocalParameter], plan: Plan) -> bool:
-    """Return whether all ranks have the same gradients, and few enough for each rank to measure all of them."""
-    replicated = plan.world == plan.num_data_ranks and not plan.data.independent
-    split = any(plan.mesh.size(axis) > 1 for p in parameters for axis in p.layout.axes)
-    return replicated and not split and sum(b.numel() * b.element_size() for b in flat) <= MEASURED_ALONE_BYTES
 
 
 def _own_parts(

@@ -33,8 +33,7 @@ class Horovod(AlgorithmAllReduce):
     """Every rank of dp holds the complete weights, gradients and optimizer state of its stage.
 
     reduction: average | adasum. worker_batches: the number of batches of each worker (dp coordinate); (): enough.
-    divides_by_active: sums are divided by the number of workers that have not joined. process_sets: dp coordinates that
-    average among themselves, each worker in one set; (): all together.
+    process_sets: dp coordinates that average among themselves, each worker in one set; (): all together.
     """
 
     kind = "horovod"
@@ -43,7 +42,6 @@ class Horovod(AlgorithmAllReduce):
     reduction: str = "average"
     timeline: bool = False
     worker_batches: tuple[int, ...] = ()
-    divides_by_active: bool = False
     process_sets: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
@@ -68,7 +66,6 @@ class Horovod(AlgorithmAllReduce):
             reduction="average" if is_single else data.reduction,
             timeline=data.timeline,
             worker_batches=tuple(data.worker_batches),
-            divides_by_active=data.join_divisor == "active",
             process_sets=() if is_single else checks.complete_sets(data.process_sets, request.dp),
         )
 
@@ -80,10 +77,6 @@ class Horovod(AlgorithmAllReduce):
     def independent(self) -> bool:
         """Adasum combines updates, so gradients stay each worker's own; process sets train separately."""
         return self.reduction == checks.ADASUM or bool(self.process_sets)
-
-    def meets(self, step: int) -> bool:
-        """Adasum gives all workers the same weights in every step; process sets never synchronise."""
-        return not self.process_sets
 
     @property
     def in_step(self) -> bool:
@@ -97,11 +90,6 @@ class Horovod(AlgorithmAllReduce):
     def has_batch(self, step: int, worker: int) -> bool:
         """Whether a worker has not joined yet."""
         return not self.worker_batches or step <= self.worker_batches[worker]
-
-    def num_counted(self, step: int, num_workers: int) -> int:
-        if not self.divides_by_active:
-            return num_workers
-        return sum(self.has_batch(step, worker) for worker in range(num_workers))
 
     # Process sets
 
