@@ -231,7 +231,6 @@ def run(overrides: dict[str, Any], fault: Fault | None, directory: Path) -> Outc
     except (CorruptionError, NumericsError) as found:
         error = f"{type(found).__name__}{' elsewhere' if found.of_another_rank else ''}: {found}"
     finally:
-        training.data.end_run()
         training.close()
     state = {name: int(digests([tensor])) for name, tensor in state_of(training).items()}
     steps = planted.steps if planted else []

@@ -202,7 +202,7 @@ def initial_weights_by_rank() -> None:
 
 def _instead_of_the_ring(change: Callable[..., Any]) -> None:
     """`change(the right all_reduce, tensor, group, *rest)` is what the ring way calls."""
-    from parallelrun.strategies.data.ring import runtime
+    from parallelrun.strategies.data.common.allreduce import runtime
 
     right = runtime.all_reduce
     runtime.all_reduce = lambda tensor, *rest, async_op: change(partial(right, async_op=async_op), tensor, *rest)
@@ -223,13 +223,13 @@ def ring_over_the_wrong_group() -> None:
     from parallelrun.distributed.mesh import Mesh
     from parallelrun.strategies.data.ring import runtime
 
-    right = runtime.RingRuntime.attach
+    right = runtime.RUNTIME.attach
 
     class Wrong:
         def __init__(self, mesh: Mesh):
             self.group, self.coordinate = lambda axis: mesh.group("tp" if axis == "dp" else axis), mesh.coordinate
 
-    runtime.RingRuntime.attach = lambda parts, plan, mesh: right(parts, plan, Wrong(mesh))
+    runtime.RUNTIME.attach = lambda parts, plan, mesh: right(parts, plan, Wrong(mesh))
 
 
 def expert_gradients_summed_over_dp() -> None:

@@ -40,7 +40,6 @@ class Horovod(AlgorithmAllReduce):
     config_class = HorovodConfig
 
     reduction: str = "average"
-    timeline: bool = False
     worker_batches: tuple[int, ...] = ()
     process_sets: tuple[tuple[int, ...], ...] = ()
 
@@ -64,7 +63,6 @@ class Horovod(AlgorithmAllReduce):
             resolved,
             algorithm=NativeAllReduce() if is_single else resolved.algorithm,
             reduction="average" if is_single else data.reduction,
-            timeline=data.timeline,
             worker_batches=tuple(data.worker_batches),
             process_sets=() if is_single else checks.complete_sets(data.process_sets, request.dp),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +21,7 @@ from parallelrun.distributed import comm, torch_private
 from parallelrun.distributed.comm import Waitable
 from parallelrun.distributed.mesh import Group
 
+from ..reducer import BucketedRuntime
 from .rounds import ALL_GATHER, SCATTER_REDUCE, Rounds
 
 # A thread or a stream belongs to its process group and ends with it; callers know only the group.
@@ -43,6 +45,22 @@ def all_reduce(tensor: Tensor, group: Group, purpose: str, rounds: Rounds, async
         return started
     started.wait()
     return None
+
+
+class AlgorithmRuntime(BucketedRuntime):
+    """Sums buckets by the messages of the plan's algorithm."""
+
+    def start_sum(self, tensor: Tensor, group: Group) -> Waitable:
+        strategy: Any = self._plan.data  # an `AlgorithmAllReduce`, whose file says more than this one needs
+        rounds = strategy.rounds(group.axis, group.size, group.index, tensor.numel(), self._plan)
+        return all_reduce(tensor, group, "gradients", rounds, async_op=True) or Done()
+
+
+class Done:
+    """The exchange of a group of one rank, which has ended before it starts."""
+
+    def wait(self) -> None:
+        pass
 
 
 class SumOnThread:
