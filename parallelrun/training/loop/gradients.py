@@ -13,6 +13,7 @@ from parallelrun.distributed.mesh import Group, Mesh
 from parallelrun.planner.contract.parameters import LocalParameter, owns
 from parallelrun.planner.contract.plan import EMBEDDING, Plan
 from parallelrun.planner.pieces.expert_axes import replica_axis
+from parallelrun.training.loop.flat_tensors import flatten, unflatten
 
 EPSILON = 1e-6
 # Long fp32 sums are less exact on CPU (relative error 2e-7 at LONG elements, 3.5e-5 at 30 million); sums of rows keep 7
@@ -122,10 +123,9 @@ def _gradients(parameters: list[LocalParameter]) -> list[Tensor]:
 
 def _sum_together(tensors: list[Tensor], group: Group, purpose: str) -> None:
     """All-reduce `tensors` in place as one flat buffer."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    flat = flatten(tensors)
     comm.all_reduce(flat, group, purpose)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
-        tensor.copy_(part.view_as(tensor))
+    unflatten(flat, tensors)
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:
