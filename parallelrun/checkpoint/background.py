@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +37,15 @@ class HostMemory:
         self._pinned = pinned
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def provide(self, parts: Sequence[LocalPart]) -> None:
-        """Obtain the memory of such parts from the kernel now, so that `copy` does not wait for it."""
-        num_bytes = sum(map(_aligned_bytes, parts))
-        if self._buffer.numel() < num_bytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # freed before its successor is obtained
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-            self._buffer.zero_()
-
     def copy(self, parts: Sequence[LocalPart], after: torch.cuda.Event | None) -> list[LocalPart]:
         """Return copies of the parts, valid until the next call, when the tensors may change again.
 
         after: the event in the computing stream from which on the tensors have their values; None on CPU.
         """
-        self.provide(parts)
+        num_bytes = sum(map(_aligned_bytes, parts))
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # freed before its successor is obtained
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
         copies, start = [], 0
         for part in parts:
             view = self._buffer[start : start + part.tensor.nbytes].view(part.tensor.dtype).view(part.tensor.shape)
@@ -87,15 +81,9 @@ class BackgroundWriter:
         self._memory = HostMemory(pinned=self._on_cuda)
         self._thread = BackgroundThread("checkpoint")
         self._group: dist.ProcessGroup | None = None
-        self._provided: Future[None] | None = None
         self._copied: Future[None] | None = None
         self._pending: Future[None] | None = None
         self.seconds = 0.0
-
-    def prepare(self, parts: Sequence[LocalPart]) -> None:
-        """Obtain the memory for copies of such parts beside training. Collective."""
-        self.join()
-        self._provided = self._thread.run(partial(self._memory.provide, parts))
 
     def start(
         self, parts: Sequence[LocalPart], directory: Path, step: int, extra: Mapping[str, Any], keep: int
@@ -107,14 +95,12 @@ class BackgroundWriter:
         """
         assert self._pending is None, "a second save was started beside the first"
         self.join()
-        provided, copied = self._provided, Future[None]()
+        copied: Future[None] = Future()
         after = torch.cuda.current_stream().record_event() if self._on_cuda else None
 
         def copy_and_write() -> None:
             began = time.perf_counter()
             try:
-                if provided is not None:
-                    provided.result()
                 copies = self._memory.copy(parts, after)
             finally:
                 copied.set_result(None)
