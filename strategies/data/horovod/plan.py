@@ -202,9 +202,11 @@ class Horovod(AlgorithmAllReduce):
         return 0 if self.combines_updates(plan) else super().held_bytes(pp_rank, coordinate, plan)
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """What the largest update of Adasum needs (`halving.update_bytes`); else 0."""
+        """Where updates are combined, what the largest update of Adasum needs (`halving.update_bytes`)."""
+        if not self.combines_updates(plan):
+            return super().ending_bytes(pp_rank, coordinate, plan)
         size, index = self.summing_group(plan.data_axis, coordinate, plan)
-        if not self.combines_updates(plan) or size == 1:
+        if size == 1:
             return 0
         sent, stored = BYTES[self.update_dtype(plan)], BYTES[plan.precision.stored]
         buckets = buckets_of(pp_rank, coordinate, plan).parts

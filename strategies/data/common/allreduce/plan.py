@@ -109,9 +109,17 @@ class AlgorithmAllReduce(BucketedAllReduce):
         return totals.values()
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """The receive buffers, one per group, as large as the group's largest sum needs."""
+        """The receive buffers of all sums but the last, which starts when backward has ended."""
+        return self._receive_bytes(self.bucket_messages(pp_rank, coordinate, plan)[:-1], coordinate, plan)
+
+    def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
+        every = self._receive_bytes(self.bucket_messages(pp_rank, coordinate, plan), coordinate, plan)
+        return every - self.held_bytes(pp_rank, coordinate, plan)
+
+    def _receive_bytes(self, messages: list[SummedMessage], coordinate: dict[str, int], plan: Plan) -> int:
+        """One buffer per group, as large as the group's largest sum needs."""
         largest: Counter[str] = Counter()
-        for message in set(self.bucket_messages(pp_rank, coordinate, plan)):
+        for message in set(messages):
             size, index = self.summing_group(message.axis, coordinate, plan)
             longest = self.algorithm.over(message.axis, plan).longest_added(size, index, message.numel)
             largest[message.axis] = max(largest[message.axis], longest * message.element_bytes)
