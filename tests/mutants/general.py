@@ -204,8 +204,7 @@ def _instead_of_the_ring(change: Callable[..., Any]) -> None:
     """`change(the right all_reduce, tensor, group, *rest)` is what the ring way calls."""
     from parallelrun.strategies.data.common.allreduce import runtime
 
-    right = runtime.all_reduce
-    runtime.all_reduce = lambda tensor, *rest, async_op: change(partial(right, async_op=async_op), tensor, *rest)
+    runtime.all_reduce = partial(change, runtime.all_reduce)
 
 
 def doubled_gradients_of_the_ring() -> None:

@@ -43,7 +43,8 @@ def world_group() -> Group:
 def all_reduce(tensor: Tensor, group: Group, algorithm: Algorithm, async_op: bool = False) -> Any:
     """The runtime's all-reduce by the rounds of an algorithm."""
     rounds = algorithm.rounds(group.size, group.index, tensor.numel())
-    return runtime.all_reduce(tensor, group, "gradients", rounds, async_op)
+    started = runtime.all_reduce(tensor, group, "gradients", rounds)
+    return started if async_op else started.wait()
 
 
 def mine(index: int, numel: int, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,6 @@
 """All-reduce by rounds of point-to-point messages, which are counted like all communication.
 
-    all_reduce(buffer, group, "gradients", rounds, async_op=True).wait()
+    all_reduce(buffer, group, "gradients", rounds).wait()
 
 On CPU a thread per process group runs the all-reduces in order. On CUDA the rounds are enqueued on a separate stream.
 """
@@ -29,22 +29,18 @@ _threads: WeakKeyDictionary[dist.ProcessGroup, BackgroundThread] = WeakKeyDictio
 _streams: WeakKeyDictionary[dist.ProcessGroup, torch.cuda.Stream] = WeakKeyDictionary()
 
 
-def all_reduce(tensor: Tensor, group: Group, purpose: str, rounds: Rounds, async_op: bool = False) -> Waitable | None:
-    """Sum the contiguous `tensor` over the group, in place; every member ends with the same bits.
+def all_reduce(tensor: Tensor, group: Group, purpose: str, rounds: Rounds) -> Waitable:
+    """Start to sum the contiguous `tensor` over the group, in place; every member ends with the same bits.
 
-    rounds: this rank's; empty: the backend's own all-reduce. async_op: return the started exchange (None on a group of
-    one). Calls run in their order, which must be the same on all members.
+    rounds: this rank's; empty: the backend's own all-reduce. Calls run in their order, which must be the same on all
+    members.
     """
     if not rounds or group.size == 1:
-        return comm.all_reduce(tensor, group, purpose, async_op=async_op)
+        return comm.all_reduce(tensor, group, purpose, async_op=True) or Done()
     assert tensor.is_contiguous(), "its flat view is sent"
     flat, rounds = tensor.view(-1), tuple(turn for turn in rounds if turn.send or turn.receive)
     start = _on_stream if tensor.is_cuda else _on_thread
-    started = start(lambda: run_rounds(flat, rounds, group, purpose), group, flat)
-    if async_op:
-        return started
-    started.wait()
-    return None
+    return start(lambda: run_rounds(flat, rounds, group, purpose), group, flat)
 
 
 class AlgorithmRuntime(BucketedRuntime):
@@ -53,7 +49,7 @@ class AlgorithmRuntime(BucketedRuntime):
     def start_sum(self, tensor: Tensor, group: Group) -> Waitable:
         strategy: Any = self._plan.data  # an `AlgorithmAllReduce`, whose file says more than this one needs
         rounds = strategy.rounds(group.axis, group.size, group.index, tensor.numel(), self._plan)
-        return all_reduce(tensor, group, "gradients", rounds, async_op=True) or Done()
+        return all_reduce(tensor, group, "gradients", rounds)
 
 
 class Done:
