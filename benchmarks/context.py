@@ -66,7 +66,6 @@ class _Peer:
     """Takes the place of `AttentionOverRanks`."""
 
     group: dist.ProcessGroup
-    work: tuple[list[int], ...] = ()
 
     def __call__(self, layer: AttentionProduct, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out: Tensor = _TorchRing.apply(query, key, value, self.group)

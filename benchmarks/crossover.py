@@ -80,7 +80,7 @@ def _check_sum(system: str, numel: int, group: Group) -> None:
 
 def _run(system: str, tensor: Tensor, group: Group) -> None:
     if system == "ring":
-        all_reduce(tensor, group, "gradients", ring_rounds(range(group.size), group.index, (0, tensor.numel())))
+        all_reduce(tensor, group, "gradients", ring_rounds(range(group.size), group.index, (0, tensor.numel()))).wait()
     else:
         serve(tensor, group, num_servers(system, group.size))
 

@@ -1,8 +1,7 @@
 """Plants wrong bits in one rank of a real training, and says what the run made of them. Test tools, not product code.
 
 A fault is a flipped bit, several of them, or a stuck lane (one of 16, in which a bit keeps a value from then on), in
-weights, in gradients, in activations, or in what independent replicas have in common. `run` trains on the ranks of the
-warm pool, through the loop of a run.
+weights, in gradients or in activations. `run` trains on the ranks of the warm pool, through the loop of a run.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from tests.plans import tiny_config, tiny_plan
 
 FLIP, SEVERAL, STUCK = "flip", "several", "stuck"
 WEIGHTS, GRADIENTS, SUMS, ACTIVATIONS = "weights", "gradients", "sums", "activations"
-AVERAGES, KEPT = "averages", "kept"  # of independent replicas
 LANES = 16
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -41,9 +39,8 @@ _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 @dataclass(frozen=True)
 class Fault:
     """kind: flip, several, stuck; place: weights (at rest), gradients (of a module's output, in backward), sums (final
-    gradients of the rank), activations (a module's output), averages (weights when replicas have met), kept (tensors
-    that replicas have in common, at rest); step: of the first wrong bit; seed: of all other choices; bit: of a word,
-    None: any.
+    gradients of the rank), activations (a module's output); step: of the first wrong bit; seed: of all other choices;
+    bit: of a word, None: any.
     """
 
     kind: str
@@ -117,11 +114,9 @@ class Planted:
         self._call = self._random.randrange(2)  # a step may call a module twice: which call gets the flip
         {
             WEIGHTS: self._at_rest,
-            KEPT: self._at_rest,
             GRADIENTS: self._in_modules,
             ACTIVATIONS: self._in_modules,
             SUMS: self._in_sums,
-            AVERAGES: self._in_averages,
         }[fault.place](training)
 
     def heartbeat(self, step: int, phase: str) -> None:
@@ -146,8 +141,7 @@ class Planted:
     def _at_rest(self, training: Training) -> None:
         """Tensors change in memory, while a step computes its forward or backward pass."""
         self._call = 0
-        kept = {f"{one.name} {kind}": one.tensor for kind, held in training.data.kept.items() for one in held}
-        at_rest = weights_at_rest(training) if self.fault.place == WEIGHTS else kept
+        at_rest = weights_at_rest(training)
         name = self._random.choice([name for name, tensor in at_rest.items() if tensor.numel()])
         run = training.runner.train
         late = self._random.random() < 0.5
@@ -173,18 +167,6 @@ class Planted:
                 self._change(gradient)
 
         training.data.finish_gradients = finish_gradients  # type: ignore[method-assign]
-
-    def _in_averages(self, training: Training) -> None:
-        replica: Any = training.data
-        self._call, synchronise = 0, replica.synchronise
-        parameter = self._random.choice([one for one in training.parameters if one.tensor.numel()])
-
-        def wrong() -> None:
-            synchronise()
-            if self._now():
-                self._change(parameter.tensor.detach())
-
-        replica.synchronise = wrong
 
     def _in_modules(self, training: Training) -> None:
         """The module is one of those that are called: some only hold weights of another."""
@@ -249,7 +231,6 @@ def run(overrides: dict[str, Any], fault: Fault | None, directory: Path) -> Outc
     except (CorruptionError, NumericsError) as found:
         error = f"{type(found).__name__}{' elsewhere' if found.of_another_rank else ''}: {found}"
     finally:
-        training.data.end_run()
         training.close()
     state = {name: int(digests([tensor])) for name, tensor in state_of(training).items()}
     steps = planted.steps if planted else []

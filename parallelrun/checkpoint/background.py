@@ -8,21 +8,18 @@ which takes longer than the copy, and a process that uses CUDA cannot fork.
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from parallelrun.base.background_thread import BackgroundThread
 from parallelrun.checkpoint.storage import LocalPart
 from parallelrun.checkpoint.store import write_parts
 from parallelrun.distributed import torch_private
@@ -40,20 +37,15 @@ class HostMemory:
         self._pinned = pinned
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def provide(self, parts: Sequence[LocalPart]) -> None:
-        """Obtain the memory of such parts from the kernel now, so that `copy` does not wait for it."""
-        num_bytes = sum(map(_aligned_bytes, parts))
-        if self._buffer.numel() < num_bytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # freed before its successor is obtained
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-            self._buffer.zero_()
-
     def copy(self, parts: Sequence[LocalPart], after: torch.cuda.Event | None) -> list[LocalPart]:
         """Return copies of the parts, valid until the next call, when the tensors may change again.
 
         after: the event in the computing stream from which on the tensors have their values; None on CPU.
         """
-        self.provide(parts)
+        num_bytes = sum(map(_aligned_bytes, parts))
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # freed before its successor is obtained
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
         copies, start = [], 0
         for part in parts:
             view = self._buffer[start : start + part.tensor.nbytes].view(part.tensor.dtype).view(part.tensor.shape)
@@ -89,15 +81,9 @@ class BackgroundWriter:
         self._memory = HostMemory(pinned=self._on_cuda)
         self._thread = BackgroundThread("checkpoint")
         self._group: dist.ProcessGroup | None = None
-        self._provided: Future[None] | None = None
         self._copied: Future[None] | None = None
         self._pending: Future[None] | None = None
         self.seconds = 0.0
-
-    def prepare(self, parts: Sequence[LocalPart]) -> None:
-        """Obtain the memory for copies of such parts beside training. Collective."""
-        self.join()
-        self._provided = self._thread.run(partial(self._memory.provide, parts))
 
     def start(
         self, parts: Sequence[LocalPart], directory: Path, step: int, extra: Mapping[str, Any], keep: int
@@ -109,14 +95,12 @@ class BackgroundWriter:
         """
         assert self._pending is None, "a second save was started beside the first"
         self.join()
-        provided, copied = self._provided, Future[None]()
+        copied: Future[None] = Future()
         after = torch.cuda.current_stream().record_event() if self._on_cuda else None
 
         def copy_and_write() -> None:
             began = time.perf_counter()
             try:
-                if provided is not None:
-                    provided.result()
                 copies = self._memory.copy(parts, after)
             finally:
                 copied.set_result(None)
@@ -159,38 +143,3 @@ class BackgroundWriter:
             pending.result()
         finally:
             KERNELS.release()
-
-
-class BackgroundThread:
-    """A thread that runs functions one after another, from the first on. It ends with the process, or with this object.
-
-    A failed rank must not wait for a disk or for peers, so the process does not wait for it. The caller that starts a
-    thread waits until it runs, which takes many milliseconds where ranks share cores: so it is started once.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._jobs: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        self._runs = False
-
-    def run(self, function: Callable[[], None]) -> Future[None]:
-        """Run the function beside the caller. Return its end, with what it has raised."""
-        if not self._runs:
-            self._runs = True
-            threading.Thread(target=_run_jobs, args=(self._jobs,), name=self._name, daemon=True).start()
-            weakref.finalize(self, self._jobs.put, None)
-        future: Future[None] = Future()
-        self._jobs.put((function, future))
-        return future
-
-
-def _run_jobs(jobs: SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        function, future = job
-        try:
-            function()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-        del job, function, future  # while the thread waits, it must not keep what these refer to

@@ -273,8 +273,8 @@ def _check_group(override: Override, where: str) -> list[Problem]:
     if not (key == "recipe" and recipe_files.is_path(value)) and (several := _several(override, where)):
         return several
     if key != "recipe" and climbing:
-        cause = f"{text}: choose a {key} by its name; {climbing[0]} points to another folder"
-        return [Problem(cause, where, command="parallelrun --config-dir FOLDER ..., for options of your own")]
+        cause = f"{text}: choose a {key} by its name; {climbing[0]} points to another folder (--config-dir)"
+        return [Problem(cause, where, command=f"parallelrun ls {key}")]
     if value.lower() == "null" and key != "recipe":
         return [Problem(f"{text}: a {key} must be chosen", where, command=f"parallelrun ls {key}")]
     return []

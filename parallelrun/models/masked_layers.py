@@ -5,8 +5,8 @@ The mask is a function of sample, site and global index (`models.dropout`), so a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,18 +75,9 @@ class HashDropout(_HashMasked):
         return drop(x, keep.view(x.shape), self.rate)
 
 
-class AttentionOverRanks(Protocol):
-    """Computes the attention of a layer whose tokens several ranks hold.
-
-    work: of its last calls, the pairs of a query and a key that it computed, by step in which keys arrived.
-    """
-
-    @property
-    def work(self) -> Iterable[list[int]]: ...
-
-    def __call__(self, layer: AttentionProduct, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query (batch, heads, own tokens, head_dim), key and value with maybe fewer heads: as query."""
-        ...
+# Computes the attention of a layer (an `AttentionProduct`) whose tokens several ranks hold, of query (batch, heads, own
+# tokens, head_dim), and key and value with maybe fewer heads: as query.
+AttentionOverRanks = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 class AttentionProduct(_HashMasked):

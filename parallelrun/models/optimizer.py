@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ class Optimizer:
             if tensors
         ]
         self._torch = _make(config, groups) if groups else None  # a stage may have only frozen parameters
-        self._repeats: _AdamWSteps | None = None  # once torch has created the state
+        self._is_first = True
 
     def step(self, lr: float) -> None:
         """Update every tensor by its `.grad` with the learning rate `lr`."""
@@ -43,12 +42,11 @@ class Optimizer:
             return
         for group in self._torch.param_groups:
             group["lr"] = lr
-        if self._repeats is None:  # later, another look at every gradient would cost more than it could tell
+        if self._is_first:  # later, another look at every gradient would cost more than it could tell
             strided = [n for n, p in self._tensors.items() if p.grad is not None and not p.grad.is_contiguous()]
             assert not strided, f"gradients that are not contiguous: {strided}"
-        if self._repeats is None or not self._repeats.step(lr):
-            self._torch.step()
-            self._repeats = self._repeats or _AdamWSteps.of(self._torch)
+        self._is_first = False
+        self._torch.step()
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return the live state of one parameter by kind: of the tensor's shape (`exp_avg`, ...) or 0-d (`step`).
@@ -71,71 +69,6 @@ class Optimizer:
             loaded[key] = value.clone(memory_format=torch.contiguous_format)
         if loaded and self._torch:
             self._torch.state[tensor] = loaded
-            self._repeats = None
-
-
-@dataclass(frozen=True)
-class _AdamWGroup:
-    """Parameters of one dtype with one weight decay, their state, and the numbers that do not change."""
-
-    parameters: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    steps: list[Tensor]
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-
-
-class _AdamWSteps:
-    """Takes steps as `torch.optim.AdamW` does, to the same bits, from lists that are made once.
-
-    torch makes them in every step, by loops over the parameters that cost small models more than the update itself.
-    """
-
-    def __init__(self, groups: list[_AdamWGroup]):
-        self._groups = groups
-
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> _AdamWSteps | None:
-        """Return the steps of an optimizer that has state; None if it is not AdamW or some parameter has no state."""
-        if not isinstance(optimizer, torch.optim.AdamW):
-            return None
-        groups = []
-        for options in optimizer.param_groups:
-            numbers = (options["betas"], options["eps"], options["weight_decay"])
-            for dtype in {tensor.dtype for tensor in options["params"]}:
-                tensors = [tensor for tensor in options["params"] if tensor.dtype == dtype]
-                states = [optimizer.state.get(tensor) for tensor in tensors]
-                present = [state for state in states if state]
-                if len(present) < len(tensors):
-                    return None
-                averages, squares, steps = (
-                    [state[kind] for state in present] for kind in ("exp_avg", "exp_avg_sq", STEP)
-                )
-                groups.append(_AdamWGroup(tensors, averages, squares, steps, *numbers))
-        return cls(groups)
-
-    @torch.no_grad()
-    def step(self, lr: float) -> bool:
-        """Update every tensor. Do nothing and return False if one has no gradient: torch leaves that one as it is."""
-        gradients = [[tensor.grad for tensor in group.parameters] for group in self._groups]
-        present = [[gradient for gradient in group if gradient is not None] for group in gradients]
-        if any(len(some) < len(group) for some, group in zip(present, gradients)):
-            return False
-        for group, own in zip(self._groups, present):
-            torch_private.fused_adamw(
-                group.parameters,
-                own,
-                group.exp_avgs,
-                group.exp_avg_sqs,
-                group.steps,
-                lr=lr,
-                betas=group.betas,
-                eps=group.eps,
-                weight_decay=group.weight_decay,
-            )
-        return True
 
 
 def _make(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -6,9 +6,8 @@ Sequence Transformer Models".
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -29,23 +28,19 @@ from .blockwise_plan import EXCHANGED
 from .product import AttentionCall, BlockwiseAttention
 from .transports import Transport
 
-CALLS_KEPT = 64  # whose work is remembered
-
 
 @dataclass(frozen=True)
 class ContextAttention:
     """Attention of a layer over the ranks of cp.
 
     heads: the group whose ranks exchange tokens for heads first, or of one rank. transport: over the other ranks.
-    spans: the positions of each rank of the transport's group, after that exchange; seq: of the whole sample. work: see
-    AttentionOverRanks; of all layers, as they share this.
+    spans: the positions of each rank of the transport's group, after that exchange; seq: of the whole sample.
     """
 
     heads: Group
     transport: Transport
     spans: Sequence[Spans]
     seq: int
-    work: deque[list[int]] = field(default_factory=lambda: deque(maxlen=CALLS_KEPT), compare=False)
 
     def __call__(self, layer: AttentionProduct, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query (batch, heads, own tokens, head_dim), key and value with maybe fewer heads: as query."""
@@ -58,9 +53,7 @@ class ContextAttention:
             else:
                 out = attend(query, key, value, layer.causal, layer.window)
         else:
-            call = self._call(layer, query, packed)
-            out = apply(BlockwiseAttention, query, key, value, call)
-            self.work.append(call.work)
+            out = apply(BlockwiseAttention, query, key, value, self._call(layer, query, packed))
         return to_heads(out, self.heads) if self.heads.size > 1 else out
 
     def _call(self, layer: AttentionProduct, query: Tensor, packed: DocumentBounds | None) -> AttentionCall:

@@ -7,7 +7,7 @@ kept activations shrink with cp.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,8 +28,7 @@ class AttentionCall:
 
     documents: packed into the samples; tiles are then inside documents, and queries of padding see nothing. dropped:
     from a rank of the group to the dropout of its keys' probabilities; None: nothing is dropped. window: the keys that
-    a query sees; None: all before it. work: the pairs of a
-    query and a key that were computed, by source; filled by the forward pass.
+    a query sees; None: all before it.
     """
 
     transport: Transport
@@ -38,7 +37,6 @@ class AttentionCall:
     documents: DocumentBounds | None = None
     dropped: Callable[[int], DroppedPart] | None = None
     window: int | None = None
-    work: list[int] = field(default_factory=list)
 
     def tiles(self, source: int) -> Iterator[Tile]:
         """The tiles of this rank's queries and the keys of `source`."""
@@ -63,15 +61,13 @@ class BlockwiseAttention(torch.autograd.Function):
         in_pieces = call.documents is not None or call.window is not None  # no tile has all of the queries
         merged = Merged.nothing(query) if in_pieces else None
         for source, (keys, values) in call.transport.blocks(own):
-            dropped, pairs = call.dropout(source), 0
+            dropped = call.dropout(source)
             for tile in call.tiles(source):
                 out, lse = attend_to_block(query, keys, values, tile, dropped)
                 if merged is None:  # the first result is not copied
                     merged = Merged(out, lse)
                 else:
                     merged.add(out, lse, tile.query, tile.samples)
-                pairs += tile.work * out.size(0)
-            call.work.append(pairs)
         assert merged is not None, "a rank attends to itself"
         result = merged.out.to(query.dtype)
         if query.untyped_storage().nbytes() > query.nbytes:  # of the exchanged heads: it would keep keys and values

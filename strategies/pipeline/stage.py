@@ -220,7 +220,7 @@ class ScheduledStage(PipelineStage):
         none is left to torch."""
         tensor, tag = tensor.contiguous(), comm.MESSAGE_TAGS[PURPOSES[kind[-1]]]
         peer, function = self.stage_index_to_group_rank[stage], dist.isend if kind.startswith("SEND") else dist.irecv
-        works = comm.start_messages([dist.P2POp(function, tensor, None, self.group, tag, peer)])
+        works = torch_private.start_messages([dist.P2POp(function, tensor, None, self.group, tag, peer)])
         if function is dist.isend:
             self._sends.add(works, tensor)
         else:

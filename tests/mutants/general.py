@@ -202,10 +202,9 @@ def initial_weights_by_rank() -> None:
 
 def _instead_of_the_ring(change: Callable[..., Any]) -> None:
     """`change(the right all_reduce, tensor, group, *rest)` is what the ring way calls."""
-    from parallelrun.strategies.data.ring import runtime
+    from parallelrun.strategies.data.common.allreduce import runtime
 
-    right = runtime.all_reduce
-    runtime.all_reduce = lambda tensor, *rest, async_op: change(partial(right, async_op=async_op), tensor, *rest)
+    runtime.all_reduce = partial(change, runtime.all_reduce)
 
 
 def doubled_gradients_of_the_ring() -> None:
@@ -223,13 +222,13 @@ def ring_over_the_wrong_group() -> None:
     from parallelrun.distributed.mesh import Mesh
     from parallelrun.strategies.data.ring import runtime
 
-    right = runtime.RingRuntime.attach
+    right = runtime.RUNTIME.attach
 
     class Wrong:
         def __init__(self, mesh: Mesh):
             self.group, self.coordinate = lambda axis: mesh.group("tp" if axis == "dp" else axis), mesh.coordinate
 
-    runtime.RingRuntime.attach = lambda parts, plan, mesh: right(parts, plan, Wrong(mesh))
+    runtime.RUNTIME.attach = lambda parts, plan, mesh: right(parts, plan, Wrong(mesh))
 
 
 def expert_gradients_summed_over_dp() -> None:
@@ -282,13 +281,6 @@ def experts_summed_with_other_experts() -> None:
 
     right = Mesh.group
     Mesh.group = lambda self, axis: right(self, "ep" if axis == "expert_dp" else axis)
-
-
-def norm_of_own_experts() -> None:
-    """Every rank measures what it holds, as if all held the same experts."""
-    from parallelrun.training.loop import gradients
-
-    gradients._are_everywhere = lambda *arguments: True
 
 
 def chunks_of_experts_in_a_row() -> None:

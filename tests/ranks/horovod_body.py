@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,17 +33,6 @@ def step(training: Training, number: int) -> float:
 
 def context(directory: str) -> Any:
     return SimpleNamespace(rank=dist.get_rank(), directory=Path(directory))
-
-
-def timeline(overrides: dict[str, Any], directory: str) -> list[dict[str, Any]]:
-    """The events of two steps; only rank 0 has any."""
-    training = start({**overrides, "strategy.data.timeline": True})
-    training.data.begin_run(training, context(directory), 0)
-    for number in (1, 2):
-        step(training, number)
-    training.data.end_run()
-    path = Path(directory) / "timeline.json"
-    return json.loads(path.read_text()) if dist.get_rank() == 0 else []
 
 
 def gradient_of_alike(overrides: dict[str, Any]) -> Tensor:
@@ -113,5 +101,4 @@ def optimizer_state(directory: str) -> tuple[list[Tensor], list[Tensor]]:
         for value in [*tensors, *weights]:
             value.add_(1)
     training.data.begin_run(training, context(directory), 1)
-    training.data.end_run()
     return tensors, weights

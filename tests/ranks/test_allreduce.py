@@ -6,7 +6,6 @@ import os
 import time
 from collections import Counter
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from parallelrun.distributed import torch_private
 from parallelrun.distributed.comm.counter import CommunicationCounter
 from parallelrun.distributed.mesh import Group, build_mesh
 from parallelrun.distributed.sequences import Lane
-from parallelrun.strategies.data.common.allreduce import rounds as round_module
 from parallelrun.strategies.data.common.allreduce import runtime
 from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm, NativeAllReduce
 from parallelrun.strategies.data.common.allreduce.rings import HierarchicalAllReduce, RingAllReduce
@@ -45,7 +43,8 @@ def world_group() -> Group:
 def all_reduce(tensor: Tensor, group: Group, algorithm: Algorithm, async_op: bool = False) -> Any:
     """The runtime's all-reduce by the rounds of an algorithm."""
     rounds = algorithm.rounds(group.size, group.index, tensor.numel())
-    return runtime.all_reduce(tensor, group, "gradients", rounds, async_op)
+    started = runtime.all_reduce(tensor, group, "gradients", rounds)
+    return started if async_op else started.wait()
 
 
 def mine(index: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -53,9 +52,8 @@ def mine(index: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(index), dtype=torch.float64).to(dtype)
 
 
-@mock.patch.object(round_module, "PIECE_BYTES", 40)
 def sums(algorithms: tuple[Algorithm, ...]) -> list[list[Tensor]]:
-    """Per algorithm the sums of every dtype and size, in pieces of five elements of fp64."""
+    """Per algorithm the sums of every dtype and size."""
     group = world_group()
     found = []
     for algorithm in algorithms:
@@ -78,28 +76,7 @@ def test_every_rank_ends_with_the_same_bits_of_the_sum(world):
             assert error <= BOUND[dtype] * world * 3, (dtype, numel)
 
 
-@mock.patch.object(round_module, "PIECE_BYTES", 40)
-def both_executors(algorithms: tuple[Algorithm, ...]) -> bool:
-    """Whole messages in batches, as NCCL gets them, and pieces: the same bits."""
-    group = world_group()
-    same = True
-    for algorithm in algorithms:
-        for numel in NUMELS:
-            tensor, flat = mine(group.index, numel, torch.float32), mine(group.index, numel, torch.float32)
-            all_reduce(tensor, group, algorithm)
-            rounds = algorithm.rounds(group.size, group.index, numel)
-            rounds = tuple(one for one in rounds if one.send or one.receive)
-            runtime.run_in_batches(flat, rounds, group, "gradients")
-            same = same and torch.equal(tensor, flat)
-    return same
-
-
-def test_batches_of_whole_messages_give_the_bits_of_the_pieces():
-    assert all(run_ranks(5, both_executors, CASES[5]))
-    assert all(run_ranks(4, both_executors, (RING, HierarchicalAllReduce(2))))
-
-
-def wire(algorithm: Algorithm, numel: int, piece_bytes: int) -> tuple[list, dict[tuple[int, int], int], list]:
+def wire(algorithm: Algorithm, numel: int) -> tuple[list, dict[tuple[int, int], int], list]:
     """(rows counted, bytes by link as sent from here, rows predicted) of one asynchronous fp64 all-reduce."""
     world = dist.get_world_size()
     mesh = build_mesh(tiny_plan(dp=world, global_batch=4 * world), torch.device("cpu"))
@@ -110,10 +87,9 @@ def wire(algorithm: Algorithm, numel: int, piece_bytes: int) -> tuple[list, dict
             sent[lane.ranks] += int(what.partition("(")[2].split()[0])
 
     tensor = torch.zeros(numel, dtype=torch.float64)
-    with mock.patch.object(round_module, "PIECE_BYTES", piece_bytes):
-        with CommunicationCounter(mesh, note) as counter:
-            all_reduce(tensor, group, algorithm, async_op=True).wait()
-        predicted = algorithm.collectives(world, group.index, numel, 8, round_module.piece_elements(8))
+    with CommunicationCounter(mesh, note) as counter:
+        all_reduce(tensor, group, algorithm, async_op=True).wait()
+    predicted = algorithm.collectives(world, group.index, numel, 8)
     return counter.rows(), dict(sent), predicted
 
 
@@ -130,7 +106,7 @@ def wire(algorithm: Algorithm, numel: int, piece_bytes: int) -> tuple[list, dict
 def test_every_rank_and_link_carries_what_is_foretold(world, algorithm, numel):
     """The messages are sent by another thread than the one that counts: they are counted all the same."""
     links = {}
-    for counted, sent, predicted in run_ranks(world, wire, algorithm, numel, 800):
+    for counted, sent, predicted in run_ranks(world, wire, algorithm, numel):
         assert {row for row in counted if row.calls} == {row for row in predicted if row.calls}
         links.update(sent)
     expected = Counter()
@@ -197,13 +173,9 @@ def with_a_fault(fault: str) -> Tensor:
         all_rounds = RingAllReduce.rounds
         RingAllReduce.rounds = lambda self, *arguments: all_rounds(self, *arguments)[:-1]
     if fault == "not waited for":
-        runtime._Pieces.run = lambda self, right=runtime._Pieces.run: (time.sleep(0.2), right(self))[1]
-        from parallelrun.strategies.data.common.allreduce import runtime as jobs
-
-        jobs.AllReduceJob.wait = lambda self: None
-    if fault == "sent before it was added":
-        right = runtime._Pieces._send
-        runtime._Pieces._send = lambda self, outgoing, ready: right(self, outgoing, self._flat.numel())
+        right = runtime.run_rounds
+        runtime.run_rounds = lambda *arguments: (time.sleep(0.2), right(*arguments))[1]
+        runtime.SumOnThread.wait = lambda self: None
     tensor = torch.ones(100)
     all_reduce(tensor, world_group(), RING)
     result = tensor.clone()
@@ -211,9 +183,7 @@ def with_a_fault(fault: str) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize(
-    "fault", ["none", "copied instead of added", "one round short", "not waited for", "sent before it was added"]
-)
+@pytest.mark.parametrize("fault", ["none", "copied instead of added", "one round short", "not waited for"])
 def test_planted_bugs_show_in_the_sum(fault):
     results = run_ranks(3, with_a_fault, fault)
     right = all(torch.equal(result, torch.full((100,), 3.0)) for result in results)

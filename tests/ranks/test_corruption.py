@@ -17,11 +17,9 @@ from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import finish_gradients, forward_backward, train_step
 from tests.corruption import (
     ACTIVATIONS,
-    AVERAGES,
     BASE,
     FLIP,
     GRADIENTS,
-    KEPT,
     PLANS,
     SEVERAL,
     STUCK,
@@ -79,16 +77,12 @@ def test_a_run_without_faults_has_the_same_bits_and_no_alarm(tmp_path, run_ranks
     assert not watched[0].events and [one.state for one in plain] == [one.state for one in watched]
 
 
-@pytest.mark.parametrize(
-    ("plan", "sync_every", "place", "tensor"),
-    [("local_sgd", 3, AVERAGES, "the weights after replicas met in step 3"), ("diloco", 4, KEPT, "outer/momentum")],
-)
-def test_what_independent_replicas_have_in_common_is_compared(tmp_path, run_ranks, plan, sync_every, place, tensor):
-    over = {**BASE, **PLANS[plan], "strategy.data.sync_every": sync_every, "sdc.every": 3}
-    step = {AVERAGES: 3, KEPT: 5}[place]  # DiLoCo's momentum is not zero after step 4, and is next used in step 8
-    found = run_ranks(2, run, over, Fault(FLIP, place, 1, step, 7), tmp_path)
-    assert found[1].planted[:1] == [step]
-    assert found[0].events[0]["step"] == {AVERAGES: 3, KEPT: 6}[place] and tensor in found[0].events[0]["what"]
+def test_a_stuck_lane_that_one_known_answer_misses_is_found_by_the_last_check(tmp_path, run_ranks):
+    """The batch whose turn it is in the only check after the fault has the bits that it had without."""
+    case = Case("fsdp", PLANS["fsdp"], Fault(STUCK, SUMS, 0, 7, 5754), 4, False)
+    found = run_ranks(2, run, case.all_overrides, case.fault, tmp_path)
+    assert found[0].planted[0] == 7
+    assert found[0].events[0]["step"] == 8 and found[0].events[0]["ranks"] == [0]
 
 
 def test_a_gradient_that_is_huge_on_one_rank_does_not_part_the_ranks(tmp_path, run_ranks):

@@ -32,7 +32,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "adasum": {"dp": 2, **data("horovod", reduction="adasum")},
     "process sets": {"dp": 3, **data("horovod", process_sets=((0, 2),))},
     "join, by all": {"dp": 3, **data("horovod", worker_batches=(5, 1, 2))},
-    "join, by the active": {"dp": 3, **data("horovod", worker_batches=(1, 5, 2), join_divisor="active")},
     "cp": {"cp": 2, "dp": 2},
     "pipeline": {"pp": 2, "dp": 2, "microbatches": 2},
 }

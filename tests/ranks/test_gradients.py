@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from parallelrun.training.loop import gradients
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
 from tests.pool import run_ranks
@@ -31,37 +29,26 @@ WORLDS: dict[str, dict[str, Any]] = {
 }
 
 
-def fill_with_ones(overrides: dict[str, Any]) -> list[tuple[float, int, bool]]:
-    """(this rank's share of the squared norm, elements of the model, whether it is all of it) with all gradients 1.
-
-    First where no rank measures all gradients, then where every rank does that has them.
-    """
-    measured = []
-    for alone_bytes in (0, 2**20):
-        with mock.patch.object(gradients, "MEASURED_ALONE_BYTES", alone_bytes):
-            training = start(overrides)
-            training.data.begin_step()
-            training.data.finish_gradients()
-            for parameter in training.parameters:
-                parameter.tensor.grad.fill_(1.0)  # in the data strategy's flat buffers, where it has such
-            share = training.gradients.squared_norm()
-        assert share.dtype == torch.float64 and share.dim() == 0
-        measured.append((float(share), training.plan.spec.num_parameters, training.gradients.norm_is_local))
-    return measured
+def fill_with_ones(overrides: dict[str, Any]) -> tuple[float, int]:
+    """(this rank's share of the squared norm, elements of the model) with all gradients 1."""
+    training = start(overrides)
+    training.data.begin_step()
+    training.data.finish_gradients()
+    for parameter in training.parameters:
+        parameter.tensor.grad.fill_(1.0)  # in the data strategy's flat buffers, where it has such
+    share = training.gradients.squared_norm()
+    assert share.dtype == torch.float64 and share.dim() == 0
+    return float(share), training.plan.spec.num_parameters
 
 
 @pytest.mark.parametrize("case", WORLDS)
-def test_every_logical_element_is_counted_once_over_the_world_or_on_every_rank(case):
+def test_every_logical_element_is_counted_once_over_the_world(case):
     overrides = WORLDS[case]
     world = overrides.get("dp", 1) * overrides.get("tp", 1) * overrides.get("pp", 1)
-    shared, local = zip(*run_ranks(world, fill_with_ones, overrides))
-    assert sum(share for share, _, _ in shared) == pytest.approx(shared[0][1], rel=1e-12)
-    assert not any(alone for _, _, alone in shared)
-    assert [alone for _, _, alone in local] == [case == "dp"] * world
+    shares = run_ranks(world, fill_with_ones, overrides)
+    assert sum(share for share, _ in shares) == pytest.approx(shares[0][1], rel=1e-12)
     if case == "dp":
-        assert shared[0][0] == pytest.approx(shared[1][0], abs=world), "replicas do not share the work"
-        assert local[0][0] == pytest.approx(local[0][1], rel=1e-14)  # the norm is squared: one rounding in fp64
-        assert {share for share, _, _ in local} == {local[0][0]}, "replicas measure different norms"
+        assert shares[0][0] == pytest.approx(shares[1][0], abs=world), "replicas do not share the work"
 
 
 def overflow(overrides: dict[str, Any], bad_rank: int) -> tuple[bool, bool, float, bool]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallelrun.strategies.data.horovod import adasum
-from parallelrun.strategies.data.horovod.plan import Horovod
+from parallelrun.training.loop import step as step_module
 from parallelrun.training.loop.build import Training
 from tests.matrix import FULL
 from tests.parity import assert_equal, parity
@@ -49,7 +49,6 @@ CELLS: dict[str, dict[str, Any]] = {
         **data(process_sets=((0, 2),)),
     },
     "join": {"dp": 3, "global_batch": 12, **data(worker_batches=(5, 1, 2))},
-    "join, divided by the active": {"dp": 2, **data(worker_batches=(1, 5), join_divisor="active")},
 }  # `test_counts.py` has join with ignored targets
 
 if not FULL:  # each pair of the three axes is in another cell
@@ -86,7 +85,8 @@ def lone_workers_divide_by_everyone(training: Training) -> None:
 
 
 def joined_workers_are_not_counted(training: Training) -> None:
-    Horovod.num_counted = lambda self, step, num_workers: num_workers - 1
+    right = step_module.count_valid
+    step_module.count_valid = lambda *arguments: (right(*arguments)[0] * 2 / 3, right(*arguments)[1])
 
 
 def broadcast_forgotten(training: Training) -> None:
@@ -143,12 +143,10 @@ def test_all_stages_of_a_worker_join_together():
 
 def test_a_joined_worker_adds_zero_and_the_divisor_stays():
     """Workers with the same samples: one of two has joined, so the mean is half of what it was (n - 1 of n)."""
-    whole, half, active = (
-        run_ranks(2, body.gradient_of_alike, {"dp": 2, **more})[0]
-        for more in ({}, data(worker_batches=(3, 0)), data(worker_batches=(3, 0), join_divisor="active"))
+    whole, half = (
+        run_ranks(2, body.gradient_of_alike, {"dp": 2, **more})[0] for more in ({}, data(worker_batches=(3, 0)))
     )
     torch.testing.assert_close(half, whole / 2, rtol=1e-12, atol=0)
-    torch.testing.assert_close(active, whole, rtol=1e-12, atol=0)
 
 
 # -- Adasum over ranks
@@ -168,24 +166,3 @@ def test_all_ranks_get_the_same_bits_and_the_pairs_of_pairs(world):
         while len(level) > 1:
             level = [adasum.weigh(a, b, adasum.dots(a, b)) for a, b in zip(level[::2], level[1::2])]
         torch.testing.assert_close(part, level[0], rtol=1e-12, atol=1e-14)
-
-
-# -- timeline
-
-
-def test_the_timeline_shows_the_first_sum_before_backward_ends(tmp_path):
-    overrides = {"dp": 2, "microbatches": 2, "strategy.data.bucket_mb": 0.005}
-    events, nothing = run_ranks(2, body.timeline, overrides, str(tmp_path))
-    assert nothing == []
-    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert {"steps", "fusion buffer 0", "fusion buffer 1"} <= set(named.values())
-    (over,) = [event["ts"] for event in events if event["name"] == "BACKWARD_OVER 2"]
-    (second,) = [event["ts"] for event in events if event["name"] == "STEP 2"]
-    sums = [event for event in events if event["name"] == "GLOO_ALLREDUCE" and event["ts"] > second]
-    assert second < min(event["ts"] for event in sums) < over
-    tensors = [event for event in events if event["name"] == "ALLREDUCE"]
-    assert "embedding.position.weight" in {named[event["pid"]] for event in tensors}
-    waits = {event["pid"]: event for event in events if event["name"] == "NEGOTIATE_ALLREDUCE" and event["ts"] > second}
-    assert len(waits) == len(set(named.values()) - {"steps"}) - len([n for n in named.values() if "fusion" in n])
-    assert any(event["dur"] > 0 for event in waits.values()), "gradients wait until their buffer is full"
-    assert [event for event in events if event.get("dur", 0) < 0] == []

@@ -11,7 +11,6 @@ import torch
 
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.resolve.resolve_config import resolve
-from parallelrun.strategies.data.common.allreduce import runtime as allreduce
 from parallelrun.training.loop.build import build
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
@@ -233,7 +232,6 @@ def _peak(overrides: dict[str, Any]) -> tuple[int, int]:
     with the group would not be seen. Of one step no batch is read ahead, which would lie in the host's memory.
     """
     gc.freeze()
-    allreduce._lanes.clear()
     config = tiny_config({"steps": 1} | overrides)
     plan = resolve(config)
     training = build(config, plan, torch.device("cpu"))

@@ -68,7 +68,6 @@ PLANTED: list[tuple[str, Overrides]] = [
     ("expert_gradients_ep_times_too_large", {**HALF_EXPERTS, **FSDP}),
     ("experts_summed_with_other_experts", {**HALF_EXPERTS, **ZERO1}),
     ("experts_summed_with_other_experts", {**HALF_EXPERTS, **ZERO2}),
-    ("norm_of_own_experts", HALF_EXPERTS),
     ("fsdp_divides_experts", {**HALF_EXPERTS, **FSDP}),
     ("chunks_of_experts_in_a_row", {**THREE_EXPERTS, **ZERO2}),
     ("own_chunk_of_experts_stays_old", {**THREE_EXPERTS, **ZERO1}),

@@ -14,16 +14,12 @@ import torch
 from parallelrun.base.context import WorkerContext
 from parallelrun.data import open_dataset
 from parallelrun.data.order import make_sampler
-from parallelrun.distributed.comm import gather_json
 from parallelrun.models.documents import DocumentBounds
-from parallelrun.planner.contract.context_order import ORDERS, document_work, imbalance_of
 from parallelrun.planner.predict import prediction
 from parallelrun.strategies.context.product import AttentionCall
 from parallelrun.training.loop import training_loop
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.reader import Batch
-from parallelrun.training.loop.step import forward_backward
-from parallelrun.training.metrics import attention_work
 from parallelrun.training.metrics.recorder import Recorder
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_config, tiny_plan
@@ -138,36 +134,6 @@ def test_a_planted_bug_is_seen(bug: str) -> None:
     fault, cell = BUGS[bug]
     found = parity({**PACKED, **cell}, fault=fault)
     assert not found["passed"], found["max_error"]
-
-
-def attended(changes: dict[str, Any]) -> tuple[list[list[int]], list[tuple[int, ...]], dict[str, float]]:
-    """(work of this rank's calls of attention, the documents of the step, what the summary says)."""
-    training = build(tiny_config(changes), tiny_plan(changes), torch.device("cpu"))
-    forward_backward(training, 1)
-    work = attention_work.of_rank(training)
-    everyone = dict(enumerate(gather_json({"attention": work}, training.mesh)))
-    documents = training.reader.batch(1).documents
-    assert documents is not None
-    return work, [*documents.lengths], attention_work.fields(everyone, training)
-
-
-@pytest.mark.parametrize("kind, order", [("ring", "zigzag"), ("allgather", "contiguous"), ("usp", "striped")])
-def test_the_work_of_attention_is_counted_where_it_is_computed(kind: str, order: str, run_ranks: Any) -> None:
-    """And a summary says how uneven it was."""
-    size, cell = 2, {**PACKED, "model.seq": 32, "cp": 2, "strategy.context.kind": kind, ORDER: order, "dropout": 0.0}
-    ranks = 2 * size if kind == "usp" else size
-    cell |= {"cp": ranks, "strategy.context.ulysses": 2} if kind == "usp" else {}
-    found = run_ranks(ranks, attended, cell)
-    spans = [ORDERS[order].spans(size, index, 32) for index in range(size)]
-    expected = document_work(spans, found[0][1], True)
-    heads = ranks // size
-    for rank, (work, _, _) in enumerate(found):
-        by_step = expected[rank // heads]
-        in_turn = by_step if kind != "allgather" or rank == 0 else [by_step[0], *reversed(by_step[1:])]
-        assert work and all(call == in_turn for call in work)
-    counted = imbalance_of([expected])
-    assert found[0][2]["imbalance_measured"] == pytest.approx(counted.ranks if kind == "allgather" else counted.steps)
-    assert 1 <= found[0][2]["imbalance_predicted"] < 2
 
 
 def test_valid_targets_are_counted_before_backward_as_predicted() -> None:

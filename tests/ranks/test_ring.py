@@ -53,7 +53,7 @@ def done_before_backward_ends() -> tuple[int, int]:
     def slow(_: torch.Tensor) -> None:
         time.sleep(0.5)
         works = [bucket._work for bucket in buckets if bucket._work is not None]
-        found.append((sum(work._done.is_set() for work in works), len(buckets)))
+        found.append((sum(work.end.done() for work in works), len(buckets)))
 
     first_weight.register_hook(slow)
     train_step(training, 1, 0.1, LossScaler(training.config.precision, False))

@@ -110,10 +110,6 @@ REPLAYED: dict[str, dict[str, Any]] = {
     "replicas that seldom meet": {"dp": 2, **data(kind="local_sgd", sync_every=2)},
     "compressed gradients": {"dp": 2, **data(kind="ddp", compression="powersgd")},
     "a replica without data": {"dp": 2, **data(kind="horovod", worker_batches=(5, 1))},
-    "a replica without data, not counted": {
-        "dp": 2,
-        **data(kind="horovod", worker_batches=(5, 1), join_divisor="active"),
-    },
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -39,19 +38,6 @@ def all_reduce(group: Any, dtype: torch.dtype, numel: int, op: Any = SUM) -> lis
     tensor = part(dtype, numel, dist.get_rank())
     dist.all_reduce(tensor, op, group=group)
     return [tensor]
-
-
-def all_reduce_in_place(group: Any, dtype: torch.dtype, numel: int, op: Any = SUM) -> list[Tensor]:
-    """Of what `shared_memory.zeros` has made: several chunks, sums that overlap, one of a part, which is copied."""
-    process_group, rank = group or dist.group.WORLD, dist.get_rank()
-    held = [shared_memory.zeros(numel, torch.empty(0, dtype=dtype), process_group) for _ in range(3)]
-    for number, tensor in enumerate(held):
-        tensor.copy_(part(dtype, numel, rank, number))
-    with mock.patch.object(collectives, "CHUNK", 1024):
-        works = [dist.all_reduce(one, op, group=group, async_op=True) for one in (*held[:2], held[2][: numel // 2])]
-        for work in works:
-            work.wait()
-    return held
 
 
 def reduce(group: Any, dtype: torch.dtype, numel: int, root: int) -> list[Tensor]:
@@ -138,7 +124,6 @@ OPERATIONS: dict[str, tuple[Operation, tuple[Any, ...]]] = {
     "all_reduce max": (all_reduce, (MAX,)),
     "all_reduce min": (all_reduce, (MIN,)),
     "all_reduce product": (all_reduce, (PRODUCT,)),
-    "all_reduce in place": (all_reduce_in_place, (SUM,)),
     "reduce": (reduce, (1,)),
     "reduce to the last": (reduce, (2,)),
     "broadcast": (broadcast, (1,)),
@@ -214,9 +199,8 @@ def random_sums(numel: int, dtype: torch.dtype) -> list[Tensor]:
     mine, sums = torch.zeros(numel // world, dtype=dtype), []
     dist.reduce_scatter_tensor(mine, numbers)
     for _ in both_ways():
-        sums += [numbers.clone(), shared_memory.zeros(numel, numbers, dist.group.WORLD).copy_(numbers)]
-        for one in sums[-2:]:
-            dist.all_reduce(one)
+        sums.append(numbers.clone())
+        dist.all_reduce(sums[-1])
     return [numbers, mine, *sums]
 
 
@@ -251,20 +235,3 @@ def test_uneven_gathers_and_python_objects() -> None:
     for rank, (sums, everyone, (said, gathered), given) in enumerate(run_ranks(3, uneven_and_objects)):
         assert sums == [0, 2, 6] and everyone == [{"rank": n, "text": "x" * n} for n in range(3)]
         assert said == [{"from": 1}] and gathered == ([0, 1, 2] if rank == 0 else None) and given == ["abc"[rank]]
-
-
-def one_made_otherwise() -> str:
-    tensor = torch.zeros(30_000)
-    if dist.get_rank():
-        tensor = shared_memory.zeros(30_000, tensor, dist.group.WORLD)
-    group = dist.new_group()
-    group._make.shares_cores = False
-    try:
-        dist.all_reduce(tensor, group=group)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_tensor_in_shared_memory_on_one_rank_alone_is_an_error() -> None:
-    assert all("all_reduce_in_place of 120000 bytes" in one for one in run_ranks(2, one_made_otherwise))

@@ -6,7 +6,6 @@ their names. The shorter side is resized to 8/7 of the size that the model reads
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
@@ -18,13 +17,10 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.files import hash_name, path_problem, resolve_path
 from parallelrun.data.images.image_dataset import ImageDataset, ImageSet, ImageSplit
-from parallelrun.planner.model.definitions import Dataset
-from parallelrun.planner.model.model_spec import ModelSpec
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
 VAL_FOLDERS = ("val", "test")
 REDUCED = 2.0  # pillow's choice in `thumbnail`: as good as resizing from the full size, to the eye
-NUM_LOOKED_AT = 200  # images whose size is read before a run
 UNREADABLE = (OSError, ValueError, SyntaxError)  # pillow's errors on files that are no images
 
 
@@ -80,30 +76,6 @@ class ImageFolder(ImageDataset):
         labels = np.array([label for _, label in images], dtype=np.int64)
         files = [file for file, _ in images]
         return ImageFiles(str(root), labels, num_train, root=root, files=files)
-
-    def notes(self, config: Config, spec: ModelSpec, dataset: Dataset) -> list[str]:
-        """Says that images are smaller than the model's input, judged by a sample of them: enlarging them costs
-        computation and gains no detail."""
-        from PIL import Image
-
-        split = dataset.train
-        assert isinstance(split, ImageSplit) and isinstance(split.data, ImageFiles)
-        wanted = shorter_side(split.view.shape[1])
-        looked_at = split.indices[np.linspace(0, len(split) - 1, min(NUM_LOOKED_AT, len(split))).astype(int)]
-        sizes = []
-        for file in (split.data.files[index] for index in looked_at):
-            with contextlib.suppress(*UNREADABLE), Image.open(file) as opened:  # training names an unreadable file
-                sizes.append((min(opened.size), opened.size, file))
-        small = [size for size in sizes if size[0] < wanted]
-        if not small:
-            return []
-        _, (width, height), file = min(small)
-        part = "all" if len(small) == len(sizes) else f"{len(small)} of {len(sizes)}"
-        typical = sorted(side for side, _, _ in sizes)[len(sizes) // 2]
-        return [
-            f"{part} images looked at are smaller than {wanted} pixels and are enlarged (the smallest: {file}, "
-            f"{width} x {height}); model.image={max(1, typical * 7 // 8)} would read most without enlarging them"
-        ]
 
 
 def shorter_side(size: int) -> int:

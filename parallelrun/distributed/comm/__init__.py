@@ -247,18 +247,6 @@ def exchange(
         return works
 
 
-def start_messages(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
-    """Start messages of one group, as torch's pipeline schedules do, without torch's checks in shared memory."""
-    if not operations or not isinstance(operations[0].group, SharedMemoryGroup):
-        return torch_private.start_messages(list(operations))
-    return [
-        (operation.group.send if operation.op is dist.isend else operation.group.recv)(
-            [operation.tensor], operation.group_peer, operation.tag
-        )
-        for operation in operations
-    ]
-
-
 def gather_json(value: Any, mesh: Mesh) -> list[Any]:
     """Return the JSON-ready `value` of every rank, by rank, on every rank. Collective over the world.
 

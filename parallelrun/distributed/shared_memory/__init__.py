@@ -15,10 +15,7 @@ A group whose ranks are on several hosts, or cannot map each other's memory, use
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any
 
 BACKEND = "shm"
 HOST_VARIABLE = "PARALLELRUN_SIMULATED_HOST"  # ranks of a simulated host; tests and `emulate=true` set it
@@ -45,23 +42,6 @@ def is_ours(process_group: Any) -> bool:
 def carrier(process_group: Any) -> str:
     """Return what carries the collectives of a process group on CPU: shm or gloo."""
     return BACKEND if is_ours(process_group) else "gloo"
-
-
-def zeros(numel: int, like: Tensor, process_group: Any) -> Tensor:
-    """Return zeros with the dtype and device of `like`, of which an all-reduce over the group copies nothing.
-
-    All ranks of the group do so alike, or none: the all-reduce of what one of them made otherwise is an error. Raises
-    EnvironmentProblem if shared memory is exhausted.
-    """
-    import torch
-
-    if like.device.type != "cpu" or process_group is None or carrier(process_group) != BACKEND:
-        return torch.zeros(numel, dtype=like.dtype, device=like.device)
-    from parallelrun.distributed.shared_memory.engine import current
-
-    engine = current()
-    with engine.lock:
-        return engine.process.arena.zeros(numel, like.dtype)
 
 
 def finish(timeout_s: float = 60.0) -> None:

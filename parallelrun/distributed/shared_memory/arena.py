@@ -7,9 +7,7 @@ import mmap
 import os
 import sys
 import threading
-import weakref
 from bisect import bisect
-from collections import deque
 
 import torch
 from torch import Tensor
@@ -90,14 +88,10 @@ class Arena(MappedMemory):
         self._num_left, self._needed = _WINDOW, 0  # of this window: allocations to come, bytes needed so far
         self._free = [(0, self.size)]  # (offset, size), by offset
         self._sizes: dict[int, int] = {}
-        self._tensors: dict[int, tuple[int, int]] = {}  # (offset, bytes) of the tensors of `zeros`, by address
-        self._ended: deque[int] = deque()  # addresses of those that are no longer used, from any thread
         super().__init__(self.descriptor, self.size)
 
     def allocate(self, num_bytes: int) -> int:
         """Return the offset of a new block, aligned. Raises EnvironmentProblem if memory is exhausted."""
-        while self._ended:
-            self.free(self._tensors.pop(self._ended.popleft())[0])
         size = aligned(num_bytes) or ALIGNMENT
         offset = self._lowest(size)
         self._sizes[offset] = size
@@ -126,23 +120,6 @@ class Arena(MappedMemory):
                 (start, length), (following, more) = self._free[left : left + 2]
                 if start + length == following:
                     self._free[left : left + 2] = [(start, length + more)]
-
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros in a block that is the tensor's own. It is free once no tensor has this storage any more."""
-        if numel == 0:
-            return torch.zeros(0, dtype=dtype)
-        size = numel * dtype.itemsize
-        offset = self.allocate(size)
-        block = memoryview(self.map)[offset : offset + size]
-        tensor = torch.frombuffer(block, dtype=dtype)
-        self._tensors[tensor.data_ptr()] = (offset, size)
-        weakref.finalize(block, self._ended.append, tensor.data_ptr()).atexit = False  # the storage holds `block`
-        return tensor.zero_()
-
-    def place(self, tensor: Tensor) -> int | None:
-        """Return the offset of all of a tensor of `zeros`, None for any other tensor."""
-        offset, size = self._tensors.get(tensor.data_ptr(), (None, 0))
-        return offset if size == tensor.numel() * tensor.element_size() else None
 
     def _reserve(self, end: int) -> None:
         if end <= self._reserved:

@@ -105,7 +105,7 @@ class CollectiveChannel:
         return True
 
     def _post(self, collective: SharedCollective) -> None:
-        offset = collective.place
+        offset = -1
         if collective.size >= 0:
             self.reclaim()
             offset = self._allocate(collective)

@@ -10,28 +10,23 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from parallelrun.distributed.shared_memory.arena import Arena, aligned
+from parallelrun.distributed.shared_memory.arena import aligned
 from parallelrun.distributed.shared_memory.process import GroupMember
 from parallelrun.distributed.shared_memory.reductions import Reduction
 from parallelrun.distributed.shared_memory.shared_collective import SharedCollective, SharedReduction
 from parallelrun.distributed.shared_memory.tensors import num_bytes_of, split
 
 SMALL = 2**15  # bytes up to which every rank sums an all-reduce itself: one exchange instead of two
-CHUNK = 2**18  # bytes that are summed, then copied from the cache to the other ranks
 SERIAL = 2**20  # bytes up to which one rank sums for all, if they share cores: each rank sleeps once
 
 
 class Collectives:
-    """Make the collectives of one group. shares_cores: more ranks than cores are on the host; equal on all members.
+    """Make the collectives of one group. shares_cores: more ranks than cores are on the host; equal on all members."""
 
-    arena: of this process.
-    """
-
-    def __init__(self, members: Sequence[GroupMember], rank: int, shares_cores: bool, arena: Arena):
+    def __init__(self, members: Sequence[GroupMember], rank: int, shares_cores: bool):
         self._members, self._rank, self._size = members, rank, len(members)
         self.shares_cores = shares_cores
         self._me = members[rank]
-        self._arena = arena
         self._others = tuple(number for number in range(self._size) if number != rank)
 
     def barrier(self) -> SharedCollective:
@@ -42,9 +37,6 @@ class Collectives:
         num_bytes = num_bytes_of(flat)
         if self.shares_cores and num_bytes <= SERIAL:
             return SharedReduction(flat, num_bytes, reduction, self._members, self._rank, self._others)
-        place = self._arena.place(flat)
-        if place is not None:
-            return self._all_reduce_in_place(flat, num_bytes, place, reduction)
         if self._size == 2 or num_bytes <= SMALL:
             return self._all_reduce_at_once(flat, num_bytes, reduction)
         return self._all_reduce_by_parts(flat, num_bytes, reduction)
@@ -64,28 +56,6 @@ class Collectives:
             self._me.write(offset, flat)
 
         return SharedCollective("all_reduce", num_bytes, num_bytes, fill, self._others, combine)
-
-    def _all_reduce_in_place(self, flat: Tensor, num_bytes: int, place: int, reduction: Reduction) -> SharedCollective:
-        """The tensors are in the arenas. Rank i reduces part i and writes it into all of them, so nothing is staged."""
-        item = flat.element_size()
-        each = aligned(-(-flat.numel() // self._size) * item)
-        mine = range(min(self._rank * each, num_bytes), min((self._rank + 1) * each, num_bytes))
-
-        def combine(offsets: list[int]) -> None:
-            for start in range(mine.start, mine.stop, CHUNK):
-                numel = min(CHUNK, mine.stop - start) // item
-                total, *rest = [
-                    member.tensor(offset + start, flat.dtype, numel) for member, offset in zip(self._members, offsets)
-                ]
-                reduction(total, (total, *rest))
-                for other in rest:
-                    other.copy_(total)
-
-        def finish(_: list[int]) -> None:
-            """The others have written their parts."""
-
-        name = "all_reduce_in_place"
-        return SharedCollective(name, num_bytes, -1, None, self._others, combine, finish, place=place)
 
     def _all_reduce_by_parts(self, flat: Tensor, num_bytes: int, reduction: Reduction) -> SharedCollective:
         """Rank i reduces part i, into its place in the arena, from where the others copy it."""

@@ -8,7 +8,6 @@ from typing import Any
 from parallelrun.base.errors import EnvironmentProblem
 from parallelrun.distributed import torch_private
 from parallelrun.distributed.shared_memory import engine as engines
-from parallelrun.distributed.shared_memory import keep_out_of_graphs
 from parallelrun.distributed.shared_memory.arena import is_supported
 from parallelrun.distributed.shared_memory.channel import COLLECTIVE_WORDS, CollectiveChannel
 from parallelrun.distributed.shared_memory.collectives import Collectives
@@ -42,19 +41,14 @@ def create_group(options: Any, _: Any = None) -> Any:
     reasons = [reason for reason in _exchange(options, "opened", own_reason) if reason]
     if reasons:
         return _gloo_group(options, reasons[0])
-    torch_private.before_compiling(_keep_out)
     num_ranks = max(len(endpoints), *(endpoint["ranks"] for endpoint in endpoints))
     shares_cores = num_ranks > min(endpoint["cores"] for endpoint in endpoints)
     process = engine.process
     members = [GroupMember(process.peers.get(endpoint["token"], process), endpoint["base"]) for endpoint in endpoints]
     channel = CollectiveChannel(engine, members, rank)
     messages = MessageChannel(engine, members, rank, COLLECTIVE_WORDS)
-    collectives = Collectives(members, rank, shares_cores, process.arena)
+    collectives = Collectives(members, rank, shares_cores)
     return SharedMemoryGroup(options, engine, collectives, channel, messages)
-
-
-def _keep_out(_: object) -> None:
-    keep_out_of_graphs()
 
 
 def _gloo_group(options: Any, reason: str) -> Any:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 _NAMES = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "barrier",
-    "all_reduce_in_place",
 )  # fmt: skip
 _NUMBERS = {name: number for number, name in enumerate(_NAMES)}
 
@@ -32,12 +31,11 @@ class SharedCollective:
     name, num_bytes: compared between the members that read each other. size: bytes of this member's contribution, -1:
     none. fill(offset): writes it into the arena. sources: members whose contributions are read. combine(offsets) reads
     them; finish(offsets) reads their second contributions, in the same place, which `combine` has written. readers:
-    members that read this one's contribution, None: the sources. place: where the contribution is, if it need not be
-    written; `size` is -1 then.
+    members that read this one's contribution, None: the sources.
     """
 
     __slots__ = (
-        "_channel", "combine", "done", "error", "fill", "finish", "index", "name", "num_bytes", "offsets", "place",
+        "_channel", "combine", "done", "error", "fill", "finish", "index", "name", "num_bytes", "offsets",
         "readers", "size", "sources", "stage",
     )  # fmt: skip
 
@@ -51,9 +49,7 @@ class SharedCollective:
         combine: Callable[[list[int]], object] | None,
         finish: Callable[[list[int]], object] | None = None,
         readers: tuple[int, ...] | None = None,
-        place: int = -1,
     ):
-        self.place = place
         self.name, self.num_bytes, self.size = name, num_bytes, size
         self.fill, self.combine, self.finish = fill, combine, finish
         self.sources = sources

@@ -6,7 +6,6 @@ from parallelrun.distributed.torch_private.attention import (
     has_fused_attention,
 )
 from parallelrun.distributed.torch_private.compiler import (
-    before_compiling,
     import_compiler,
     keep_compiled_buffers,
     uncompiled,
@@ -44,7 +43,6 @@ from parallelrun.distributed.torch_private.recurrent import renew_weight_list, s
 from parallelrun.distributed.torch_private.tensors import (
     add_all,
     copy_all,
-    fused_adamw,
     grouped_product,
     has_grouped_product,
     multiply,

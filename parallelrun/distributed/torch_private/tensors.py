@@ -31,40 +31,6 @@ def add_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_add_(targets, sources)
 
 
-def fused_adamw(
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """Take a step of torch's fused AdamW on contiguous tensors of one dtype: it does not look at strides.
-
-    `torch.optim.AdamW.step` does the same after it has collected the lists, in several loops over the parameters.
-    """
-    torch._foreach_add_(steps, 1)
-    torch._fused_adamw_(
-        parameters,
-        gradients,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        steps,
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )
-
-
 def has_grouped_product(rows: Tensor, weights: Tensor) -> bool:
     """Return whether `grouped_product` supports them: not fp64, some rows, contiguous weights of fewer than 1,024
     groups, lines that begin at multiples of 16 bytes."""

@@ -53,7 +53,6 @@ def _train(training: Training, context: WorkerContext) -> int:
     try:
         code = train(training, context, Recorder(training, context))
     finally:
-        training.data.end_run()
         training.close()
     if context.console_owner:
         report.show(context.directory)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.base.precision import Precision
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.distributed import torch_private
+from parallelrun.distributed import shared_memory, torch_private
 from parallelrun.models import layers
 from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.module import source
@@ -48,6 +48,8 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
     else:
         network = Network(spec, loss)
         network.module, network.takes_batch = module, spec.own_loss
+    if (config.tp or 1) > 1:
+        shared_memory.keep_out_of_graphs()  # of a module that compiles itself
     shards_weights = data_strategy(config.strategy.data.kind).shards_weights and (config.dp or 1) > 1
     if (config.tp or 1) > 1 or (config.pp or 1) > 1 or shards_weights:
         # the module that it has then: a stage's copy, with the layers of a tensor strategy

@@ -129,10 +129,6 @@ class DataStrategy(AxisStrategy):
         """
         return False
 
-    def meets(self, step: int) -> bool:
-        """Whether all replicas have the same weights after step `step` (from 1)."""
-        return not self.independent
-
     @property
     def in_step(self) -> bool:
         """Whether all replicas go through every step together, so that layers may communicate inside a step."""
@@ -163,10 +159,6 @@ class DataStrategy(AxisStrategy):
     def has_batch(self, step: int, worker: int) -> bool:
         """Whether `worker` (a dp coordinate) has data in `step`; its gradient is zero otherwise."""
         return True
-
-    def num_counted(self, step: int, num_workers: int) -> int:
-        """The number of replicas that the mean gradient of `step` is divided by."""
-        return num_workers
 
     def checked(self, steps: int) -> Self:
         """The strategy as `verify` runs it, so that everything rare happens within `steps` steps."""

@@ -79,14 +79,11 @@ def _bytes_of(plan: Plan, pp_rank: int) -> tuple[int, int, int]:
     return weights, states, lone
 
 
-def replicated_over(layout: Layout, plan: Plan, *, alike: bool = False) -> tuple[str, ...]:
-    """The mesh dims of several ranks on which all have the same part, but for stages and independent replicas.
-
-    alike: of tensors that independent replicas have in common.
-    """
+def replicated_over(layout: Layout, plan: Plan) -> tuple[str, ...]:
+    """The mesh dims of several ranks on which all have the same part, but for stages and independent replicas."""
     shape = plan.mesh
     differ = {dim for axis in (*layout.axes, "pp") for dim in shape.mesh_dims_of(axis)}
-    if plan.data.independent and not alike:
+    if plan.data.independent:
         differ |= set(shape.mesh_dims_of("dp"))
     return tuple(dim for dim in shape.mesh_dim_names if dim not in differ and shape.size(dim) > 1)
 

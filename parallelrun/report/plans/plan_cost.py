@@ -79,9 +79,7 @@ def corruption_text(plan: Plan, config: Config) -> str:
     if checked.alone:
         gaps.append(f"{checked.alone:.0%} of the optimizer's state, which no other rank holds as well")
     if plan.data.independent:
-        meet = plan.data.meets(config.steps)
-        compared = "they are compared only after they have met" if meet else "they never meet, so none is compared"
-        gaps.append(f"what makes replicas differ, which train apart: {compared}")
+        gaps.append("what makes replicas differ, which train apart and are not compared")
     if not (config.sdc.recompute and checked.every == 1):
         fix = "sdc.every=1" if config.sdc.recompute else "sdc.recompute=true"
         gaps.append(f"what goes wrong in computing in one step alone (see {fix})")

@@ -95,12 +95,6 @@ def _speed(summary: dict[str, Any]) -> list[tuple[str, Text]]:
     if summary.get("bubble_measured") is not None and summary["pp"] > 1:
         measured = f"{summary['bubble_measured']:.0%} of a step measured ({seconds_text(summary['bubble_s'])})"
         rows.append(("bubble", Text(f"{measured}, {summary['bubble_predicted']:.0%} predicted")))
-    if summary.get("imbalance_measured") is not None:
-        imbalance = (
-            f"{summary['imbalance_measured']:.3g} times the mean, {summary['imbalance_predicted']:.3g} predicted"
-        )
-        text = f"the slowest cp rank's attention was {imbalance}"
-        rows.append(("context", Text(text)))
     if summary.get("staleness_mean") is not None:
         rows.append(("staleness", Text(_staleness(summary))))
     if summary.get("restarts"):

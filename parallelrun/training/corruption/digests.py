@@ -28,16 +28,6 @@ def digests(tensors: Sequence[Tensor]) -> Tensor:
     return _reader(tensors).read()
 
 
-def digest_of_all(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one checksum (0-d int64) of several tensors; 0 without tensors, on the CPU."""
-    return combined(digests(tensors))
-
-
-def combined(checksums: Tensor) -> Tensor:
-    """Return one checksum (0-d int64) of several. Each has an odd factor: a difference in one never disappears."""
-    return (_mixed(checksums) * _factors(checksums.numel(), checksums.device)).sum()
-
-
 class AtRest:
     """Notices which of some tensors change between updates. Their storage must stay the same."""
 
@@ -127,8 +117,3 @@ def _sums_of_rows(rows: Tensor) -> Tensor:
 def _mixed(sums: Tensor) -> Tensor:
     """Invertible: it carries the high bits down, where a factor does not lose them."""
     return sums ^ (sums >> 31)
-
-
-@lru_cache(maxsize=256)
-def _factors(count: int, device: torch.device) -> Tensor:
-    return (2 * torch.arange(count, device=device) + 1) * _FACTOR

@@ -18,7 +18,7 @@ from parallelrun.distributed.mesh import Mesh
 from parallelrun.distributed.sequences import Lane
 from parallelrun.planner.facts.corruption_cost import smallest_batch
 from parallelrun.training.corruption.blame import Difference
-from parallelrun.training.corruption.digests import digest_of_all, digests
+from parallelrun.training.corruption.digests import digests
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.pipeline_runner import build_runner
 from parallelrun.training.loop.reader import Reader
@@ -32,9 +32,9 @@ NUM_BATCHES = len(SCALES)
 
 @dataclass(frozen=True)
 class PassBits:
-    """sent: lane and digest of each contribution to other ranks, in order; results: digests by name."""
+    """sent: lane and digests of each contribution to other ranks, in order; results: digests by name."""
 
-    sent: list[tuple[Lane, int]]
+    sent: list[tuple[Lane, list[int]]]
     results: dict[str, int]
 
     def compared(self, expected: PassBits) -> Difference:
@@ -51,20 +51,17 @@ class PassRecorder(Contributions):
     """Records a pass that runs while it is entered; `bits` is called when the gradients are final."""
 
     def __init__(self, mesh: Mesh):
-        super().__init__(mesh, torch.no_grad()(digest_of_all))
+        super().__init__(mesh, torch.no_grad()(digests))
 
     @torch.no_grad()
     def bits(self, training: Training) -> PassBits:
         """Return the bits of the pass, in host memory."""
-        # The measure of no tensors is on the CPU.
-        measured = [value.to(training.mesh.device) for _, value in self.contributions]
-        values = torch.stack(measured).tolist() if measured else []
         tensors = {f"the gradient of {p.name}": p.tensor.grad for p in training.parameters}
         results = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         if training.runner.loss_sum is not None:
             results["the loss"] = training.runner.loss_sum
         own = digests([*results.values()]).tolist()
-        sent = [(lane, value) for (lane, _), value in zip(self.contributions, values)]
+        sent = [(lane, measured.tolist()) for lane, measured in self.contributions]
         return PassBits(sent, dict(zip(results, own)))
 
 

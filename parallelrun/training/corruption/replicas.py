@@ -10,7 +10,7 @@ from torch import Tensor
 from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group
 from parallelrun.planner.facts.corruption_cost import replicated_over
-from parallelrun.training.corruption.digests import combined, digest_of_all, digests
+from parallelrun.training.corruption.digests import digests
 from parallelrun.training.corruption.state import stored_weights
 from parallelrun.training.loop.build import Training
 
@@ -25,35 +25,21 @@ class Replicas:
         stored = [p for name, p in stored_weights(training).items() if p.layout != layouts[name]]
         self._weights = [*weights, *((f"{p.name} stored weight", p.tensor, p.layout) for p in stored)]
         self._dims = {layout: replicated_over(layout, training.plan) for _, _, layout in self._weights}
-        self._met: dict[str, Tensor] = {}
-
-    def after_step(self, step: int) -> None:
-        """Note one checksum of this rank's weights, if independent replicas have met in this step."""
-        data = self._training.plan.data
-        if data.independent and data.meets(step):
-            met = digest_of_all([tensor for _, tensor, _ in self._weights])
-            self._met = {f"the weights after replicas met in step {step}": met.view(1)}
-
-    def restart(self) -> None:
-        """Training returns to an earlier step."""
-        self._met = {}
 
     @torch.no_grad()
     def differing(self) -> dict[str, tuple[str, int]]:
         """Return (its replicas, this rank's digest) of each tensor that is not the same on its ranks, by name.
 
-        One all-reduce of 16 bytes over each mesh dim, and where ranks differ one of 16 bytes a tensor. All ranks of a
-        set of replicas return the same names.
+        One all-reduce of 16 bytes a tensor over each mesh dim. All ranks of a set of replicas return the same names.
         """
         mesh = self._training.mesh
         odd: dict[str, tuple[str, int]] = {}
         for dims, tensors in sorted(self._by_dims().items()):
-            groups, own = [mesh.group(dim) for dim in dims], digests([*tensors.values()])
-            if any(_differ(combined(own).view(1), groups)):
-                fixed = [name for name in mesh.shape.mesh_dim_names if name not in dims]
-                key = " ".join(f"{name}={mesh.coordinate[name]}" for name in fixed)
-                rows = zip(tensors, own.tolist(), _differ(own, groups))
-                odd |= {name: (key, value) for name, value, is_wrong in rows if is_wrong}
+            own = digests([*tensors.values()])
+            fixed = [name for name in mesh.shape.mesh_dim_names if name not in dims]
+            key = " ".join(f"{name}={mesh.coordinate[name]}" for name in fixed)
+            rows = zip(tensors, own.tolist(), _differ(own, [mesh.group(dim) for dim in dims]))
+            odd |= {name: (key, value) for name, value, is_wrong in rows if is_wrong}
         return odd
 
     def _by_dims(self) -> dict[tuple[str, ...], dict[str, Tensor]]:
@@ -66,11 +52,6 @@ class Replicas:
             if p.tensor.grad is not None:
                 tensors["gradient"] = p.tensor.grad
             rows += [(f"{p.name} {kind}", tensor, self._dims[p.layout]) for kind, tensor in tensors.items()]
-        for kind, extra in training.data.kept.items():
-            rows += [
-                (f"{p.name} {kind}", p.tensor, replicated_over(p.layout, training.plan, alike=True)) for p in extra
-            ]
-        rows += [(name, digest, training.mesh.shape.mesh_dims_of("dp")) for name, digest in self._met.items()]
         for name, tensor, dims in rows:
             if dims:
                 by_dims.setdefault(dims, {})[name] = tensor

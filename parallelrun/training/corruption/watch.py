@@ -1,14 +1,14 @@
 """Looks for silent data corruption every `sdc.every` steps, names the rank, and undoes the steps since the last check.
 
 Weights may only change in the update, so their checksums are compared in every step, on each rank alone. In a check
-replicas compare their digests, and a small batch with a known answer is computed again (`probe`). With `sdc.recompute`
-the step of a check is computed twice as well, which finds faults that pass.
+replicas compare their digests, and a small batch with a known answer is computed again (`probe`), in the last check
+all of them. With `sdc.recompute` the step of a check is computed twice as well, which finds faults that pass.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -70,7 +70,6 @@ class CorruptionWatch:
         with nullcontext() if self._first is None else PassRecorder(self._training.mesh) as self._recorder:
             yield
         self._at_rest.begin()
-        self._replicas.after_step(step)
 
     def before_update(self, training: Training) -> None:
         """Called with the final gradients of a step."""
@@ -107,24 +106,26 @@ class CorruptionWatch:
         """Return what each rank has seen since the last check, nothing if none has seen anything. Collective."""
         self._changed += [(step, name) for name in self._at_rest.changed()]
         replicas = self._replicas.differing()
-        answer = self._probe.answer(self._num_checks % NUM_BATCHES) if self._repeats else Difference()
-        seen = self._on_any_rank([bool(each) for each in (self._changed, replicas, self._in_step, answer)])
-        if not any(seen):
+        is_last = step == self._training.config.steps
+        answers = range(NUM_BATCHES) if is_last else (self._num_checks % NUM_BATCHES,)
+        is_wrong, answer = self._wrong_answer(answers)
+        seen = self._on_any_rank([bool(each) for each in (self._changed, replicas, self._in_step)])
+        if not (is_wrong or any(seen)):
             return []
-        _, in_doubt, in_step, in_answer = seen
+        _, in_doubt, in_step = seen
+        if in_doubt and not (in_step or is_wrong):
+            _, answer = self._wrong_answer()
         difference = self._in_step if in_step else answer
-        if in_doubt and not (in_step or in_answer):
-            _, difference = self._wrong_answer()
         own = Evidence(**vars(difference), host=socket.gethostname(), at_rest=self._changed, replicas=replicas)
         self._changed, self._in_step = [], Difference()
         return [Evidence.from_json(document) for document in comm.gather_json(vars(own), self._training.mesh)]
 
-    def _wrong_answer(self) -> tuple[bool, Difference]:
-        """Compute all known answers again, up to the first one that is wrong on any rank. Collective.
+    def _wrong_answer(self, numbers: Iterable[int] = range(NUM_BATCHES)) -> tuple[bool, Difference]:
+        """Compute known answers again, up to the first one that is wrong on any rank. Collective.
 
         Return whether there is one, and how it differs on this rank.
         """
-        for number in range(NUM_BATCHES) if self._repeats else ():
+        for number in numbers if self._repeats else ():
             answer = self._probe.answer(number)
             if any(self._on_any_rank([bool(answer)])):
                 return True, answer
@@ -146,7 +147,6 @@ class CorruptionWatch:
             raise self._broken(step, judged, evidence)
         back = self._snapshot.restore()
         self._at_rest.begin()
-        self._replicas.restart()
         self._report(step, judged, evidence, back)
         return back
 

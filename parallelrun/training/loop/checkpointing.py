@@ -30,7 +30,6 @@ class Checkpoints:
     def __init__(self, training: Training, scaler: LossScaler, context: WorkerContext):
         self._training, self._scaler, self._context = training, scaler, context
         self._resumed: dict[str, Any] = {}  # `extra` of the checkpoint from which this run resumed
-        self._start = 0  # the last step before this run
         self._fatal: BaseException | None = None  # the outcome of a save beside training that ends the run
         config = training.config
         writer = BackgroundWriter(training.plan, training.mesh.group(WORLD), training.mesh.device, config.timeout_s)
@@ -40,8 +39,7 @@ class Checkpoints:
     def resume(self) -> int:
         """Load `config.resume` if given; return its step, else 0. Raises CheckpointError."""
         self._resumed = load(self._training, self._scaler)
-        self._start = int(self._resumed["step"]) if self._resumed else 0
-        return self._start
+        return int(self._resumed["step"]) if self._resumed else 0
 
     def have_failed(self) -> bool:
         """Look at the save beside training, without waiting. Return whether this rank knows that the run must end.
@@ -58,10 +56,8 @@ class Checkpoints:
         Raises SaveFailed if the run ends with this step, and for the second failure in a row; and any other error of a
         save beside training.
         """
-        config, state, background = self._training.config, self._training.state, self._saves.background
+        config, background = self._training.config, self._saves.background
         is_due, is_last = due(config, step, stopping), stopping or step >= config.steps
-        if background and step == self._start + 1 and config.checkpoint.every > 1 and not is_last:
-            background.prepare(store.parts_of(state))
         if not is_due and not is_last:
             return
         began = time.perf_counter()
@@ -71,7 +67,7 @@ class Checkpoints:
             return
         if background and not is_last:
             extra = _extra(self._training, self._scaler, step)
-            self._saves.start(step, store.parts_of(state), extra, config.checkpoint.keep)
+            self._saves.start(step, store.parts_of(self._training.state), extra, config.checkpoint.keep)
         else:
             directory = self._context.directory
             failure = self._saves.write(step, lambda: save(self._training, self._scaler, step, directory), is_last)

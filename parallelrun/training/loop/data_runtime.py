@@ -116,9 +116,6 @@ class DataRuntime:
     def begin_run(self, training: Training, context: WorkerContext, start: int) -> None:
         """Called on all ranks before step `start` + 1, after a checkpoint has been loaded if there is one."""
 
-    def end_run(self) -> None:
-        """Called after the last step, and when the run fails."""
-
     def begin_step(self) -> None:
         """Clear the gradients of the last step."""
         for parameter in self.parameters:

@@ -13,13 +13,12 @@ from parallelrun.distributed.mesh import Group, Mesh
 from parallelrun.planner.contract.parameters import LocalParameter, owns
 from parallelrun.planner.contract.plan import EMBEDDING, Plan
 from parallelrun.planner.pieces.expert_axes import replica_axis
+from parallelrun.training.loop.flat_tensors import flatten, unflatten
 
 EPSILON = 1e-6
 # Long fp32 sums are less exact on CPU (relative error 2e-7 at LONG elements, 3.5e-5 at 30 million); sums of rows keep 7
 # digits, but each takes a call from Python, where all gradients up to LONG elements share one.
 ROW, LONG = 4096, 16384
-# To measure this many bytes on every rank is faster than one more exchange.
-MEASURED_ALONE_BYTES = 4 * 2**20
 
 
 class Gradients:
@@ -52,11 +51,6 @@ class Gradients:
             parts = _own_parts(buffers, own, axis, plan, mesh)
             self._measured += parts or []
             self._counted += [] if parts is not None else [p for p in own if not p.shared and owned[p.layout]]
-        # Whether every rank can measure the global norm alone, so that `squared_norm` is all of it and not a share.
-        only_flat = bool(self._measured) and not self._counted
-        self.norm_is_local = only_flat and _are_everywhere(self._flat, self._parameters, plan)
-        if self.norm_is_local:
-            self._measured = self._flat
         self._sums = [  # (parameters, group, purpose), in the same order on all ranks
             ([p for p in self._parameters if p.layout.partial == axes], mesh.group(axis), "partial")
             for axes in sorted({p.layout.partial for p in parameters} - {()})
@@ -76,7 +70,7 @@ class Gradients:
                 _sum_together(_gradients(parameters), group, purpose)
 
     def squared_norm(self) -> Tensor:
-        """Return this rank's share of the squared global gradient norm (all of it if `norm_is_local`).
+        """Return this rank's share of the squared global gradient norm.
 
         It is fp64, 0-d, on the gradients' device. Each logical element is counted once in the world, or once in each
         independent replica: by the owner of its part, and by the original of a tied pair. Replicas with flat buffers
@@ -104,13 +98,6 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + EPSILON)) if max_norm > 0 else 1.0
 
 
-def _are_everywhere(flat: list[Tensor], parameters: list[LocalParameter], plan: Plan) -> bool:
-    """Return whether all ranks have the same gradients, and few enough for each rank to measure all of them."""
-    replicated = plan.world == plan.num_data_ranks and not plan.data.independent
-    split = any(plan.mesh.size(axis) > 1 for p in parameters for axis in p.layout.axes)
-    return replicated and not split and sum(b.numel() * b.element_size() for b in flat) <= MEASURED_ALONE_BYTES
-
-
 def _own_parts(
     flat: Sequence[Tensor], parameters: list[LocalParameter], axis: str, plan: Plan, mesh: Mesh
 ) -> list[Tensor] | None:
@@ -136,10 +123,9 @@ def _gradients(parameters: list[LocalParameter]) -> list[Tensor]:
 
 def _sum_together(tensors: list[Tensor], group: Group, purpose: str) -> None:
     """All-reduce `tensors` in place as one flat buffer."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    flat = flatten(tensors)
     comm.all_reduce(flat, group, purpose)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
-        tensor.copy_(part.view_as(tensor))
+    unflatten(flat, tensors)
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:

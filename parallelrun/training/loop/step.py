@@ -9,7 +9,6 @@ from math import isfinite
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
 
 from parallelrun.distributed import comm, torch_private
 from parallelrun.planner.contract.plan import CONTROL_ELEMENTS, WORLD, Plan
@@ -55,10 +54,8 @@ class Totals:
         return sum(self.norms_squared) / len(self.norms_squared)
 
 
-def _start_totals(
-    training: Training, loss_sum: Tensor, num_valid: float, squares: Tensor | float, stop: bool
-) -> tuple[Tensor, Work | None]:
-    """Start the one small all-reduce of every step: fp64 numbers, to which each sample and target contributes once."""
+def _totals(training: Training, loss_sum: Tensor, num_valid: float, squares: Tensor, stop: bool) -> Totals:
+    """Sum fp64 numbers, to which each sample and target contributes once: the one small all-reduce of every step."""
     plan, mesh = training.plan, training.mesh
     norms: list[Tensor | float] = [0.0] * plan.num_norms
     norms[mesh.coordinate.get("dp", 0) if plan.num_norms > 1 else 0] = squares
@@ -70,41 +67,29 @@ def _start_totals(
     for index, value in enumerate(values):
         if isinstance(value, Tensor):
             vector[index] = value
-    return vector, comm.all_reduce(vector, mesh.group(WORLD), "control", async_op=True)
-
-
-def _totals(vector: Tensor, work: Work | None, norm_squared: Tensor | None = None) -> Totals:
-    """Wait for the exchange. norm_squared: replaces the exchanged one, if that is finite, where each rank has all."""
-    if work is not None:
-        with comm.label(WORLD, "control"):
-            work.wait()
-    if norm_squared is not None:
-        shared = vector[CONTROL_ELEMENTS:]  # read with the others: on CUDA each read waits for the device
-        vector[CONTROL_ELEMENTS:] = torch.where(shared.isfinite(), norm_squared, shared)
-    loss, valid, stops, *squares = vector.tolist()
-    return Totals(loss, valid, stops, tuple(squares))
+    comm.all_reduce(vector, mesh.group(WORLD), "control")
+    loss, valid, stops, *sums = vector.tolist()
+    return Totals(loss, valid, stops, tuple(sums))
 
 
 def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple[float, float]:
     """Return (the number of targets by which the loss is divided, this replica's valid targets), before backward.
 
     The first is the number of targets >= 0 in the global batch. If some replicas have run out of data (their batch is
-    None), it is extrapolated from the active replicas to those that the data strategy counts. A dataset without ignored
-    targets needs no exchange; otherwise the ranks of the last stage sum their targets over dp, and cp.
+    None), it is extrapolated from the active replicas to all. A dataset without ignored targets needs no exchange;
+    otherwise the ranks of the last stage sum their targets over dp, and cp.
     """
-    plan, data = training.plan, training.plan.data
-    num_replicas = plan.mesh.size("dp")
-    num_counted = data.num_counted(step, num_replicas)
+    plan, num_replicas = training.plan, training.plan.mesh.size("dp")
     if not training.counts_first:
         per_sample = plan.spec.targets_per_sample
         of_replica = plan.batch.replica_batch * per_sample
-        return of_replica * num_counted, 0 if batch is None else of_replica // plan.mesh.size("cp")
+        return of_replica * num_replicas, 0 if batch is None else of_replica // plan.mesh.size("cp")
     if training.mesh.coordinate.get("pp", 0) != plan.last_stage_pp_rank:
         return 1, 0  # only the last stage computes a loss
     mine = counted_targets(training, batch)
     everyone = mine.clone()
     comm.all_reduce(everyone, training.mesh.group(plan.data_axis), "control")
-    return float(everyone) * num_counted / count_active(plan, step) or 1.0, float(mine)
+    return float(everyone) * num_replicas / count_active(plan, step) or 1.0, float(mine)
 
 
 def counted_targets(training: Training, batch: Batch | None) -> Tensor:
@@ -121,11 +106,6 @@ def count_active(plan: Plan, step: int) -> int:
     return sum(plan.data.has_batch(step, replica) for replica in range(plan.mesh.size("dp")))
 
 
-def count_samples(plan: Plan, step: int) -> int:
-    """Return the number of samples over which means of routing groups are taken, as `count_valid` counts targets."""
-    return plan.batch.replica_batch * plan.data.num_counted(step, plan.mesh.size("dp"))
-
-
 def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> tuple[Tensor, float]:
     """Run forward and backward, start reducing the gradients; return (local loss sum, local valid targets).
 
@@ -138,7 +118,7 @@ def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> 
     training.data.begin_step()
     everyone, mine = count_valid(training, batch, step)
     with torch_private.phase("forward and backward"):
-        training.routing.begin_step(training.plan.num_norms * loss_scale, count_samples(training.plan, step))
+        training.routing.begin_step(training.plan.num_norms * loss_scale, training.plan.batch.global_batch)
         if batch is None:
             loss_sum = torch.zeros((), dtype=torch.float64, device=training.mesh.device)
         else:
@@ -172,17 +152,10 @@ def train_step(
     """
     loss_sum, num_valid = forward_backward(training, step, scaler.scale)
     with torch_private.phase("finish gradients"):
-        # If the norm need not be exchanged, this starts before the gradients are final: ranks wait once, not twice.
-        # Where corruption is looked for, a norm that is not finite on one rank alone must be seen by all.
-        is_local = training.gradients.norm_is_local
-        is_early = is_local and not training.config.sdc.every
-        started = _start_totals(training, loss_sum, num_valid, 0.0, stop) if is_early else None
         finish_gradients(training)
         if observe:
             observe(training)
-        squares = training.gradients.squared_norm()
-        started = started or _start_totals(training, loss_sum, num_valid, squares, stop)
-        totals = _totals(*started, squares if is_local else None)
+        totals = _totals(training, loss_sum, num_valid, training.gradients.squared_norm(), stop)
     grad_norm = totals.norm_squared**0.5 / scaler.scale
     finite = isfinite(totals.loss) and isfinite(grad_norm)
     if finite:

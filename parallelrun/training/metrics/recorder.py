@@ -20,7 +20,7 @@ from parallelrun.report.progress import ProgressLine
 from parallelrun.report.records import attempts
 from parallelrun.report.records.routing_log import RoutingLog
 from parallelrun.training.loop.build import Training
-from parallelrun.training.metrics import attention_work, summary
+from parallelrun.training.metrics import summary
 from parallelrun.training.metrics.schedule_actions import schedule_document
 from parallelrun.training.metrics.step_records import EarlierRows, StepRecord, median_times, timed
 
@@ -156,7 +156,6 @@ class Recorder:
             "rows": None if counted is None else [asdict(c) for c in counted],
             "times": median_times(timed(self._recent, self._training.config.profile)),
             "actions": self._training.runner.last_actions() if self._stands_for_its_stages() else {},
-            "attention": attention_work.of_rank(self._training),
         }
 
     def _stands_for_its_stages(self) -> bool:
@@ -171,7 +170,7 @@ class Recorder:
             rows = _communication_rows(counted, self._training) if complete else []
             facts = [everyone[rank] for rank in sorted(everyone)]
             actions = [own["actions"] for own in facts if own.get("actions")]  # ascending pp index, as ranks are
-            document = self._summary(facts, rows, state) | attention_work.fields(everyone, self._training)
+            document = self._summary(facts, rows, state)
 
             def write() -> None:
                 self._rows.flush()

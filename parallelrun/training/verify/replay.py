@@ -23,7 +23,7 @@ from parallelrun.planner.pieces import sample_sets
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.reader import Reader
 from parallelrun.training.loop.schedules import learning_rate
-from parallelrun.training.loop.step import count_samples, count_valid
+from parallelrun.training.loop.step import count_valid
 from parallelrun.training.verify.checked import single_device
 from parallelrun.training.verify.trace import RecordedDecisions, Trace, replica_name
 
@@ -88,12 +88,12 @@ def _step(rule: ReplayRule, replicas: list[Training], plan: Plan, step: int, lr:
     has_batch = [plan.data.has_batch(step, index) for index in range(len(replicas))]
     batches = [replica.reader.batch(step) if has else None for replica, has in zip(replicas, has_batch)]
     counts = [0 if batch is None else count_valid(replica, batch)[1] for replica, batch in zip(replicas, batches)]
-    divisor = sum(counts) * plan.data.num_counted(step, len(replicas)) / sum(has_batch) or 1.0
+    divisor = sum(counts) * len(replicas) / sum(has_batch) or 1.0
     weight = len(replicas) if plan.data.independent else 1
     losses = []
     for replica, batch in zip(replicas, batches):
         replica.data.begin_step()
-        replica.routing.begin_step(weight, count_samples(plan, step))
+        replica.routing.begin_step(weight, plan.batch.global_batch)
         with torch.enable_grad():
             losses.append(0.0 if batch is None else float(replica.runner.train(batch, weight / divisor)))
         replica.data.finish_gradients()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from parallelrun.base import registry
-from parallelrun.distributed import comm, shared_memory, torch_private
+from parallelrun.distributed import comm, torch_private
 from parallelrun.distributed.comm import Waitable
 from parallelrun.distributed.mesh import Group, Mesh
 from parallelrun.planner.contract.parameters import HeldParameter
@@ -214,7 +214,7 @@ class BucketedRuntime(DataRuntime):
 
     def _bucket(self, pairs: Sequence[Pair], group: Group) -> FlatBucket:
         parameters, weights = zip(*pairs)
-        buffer = shared_memory.zeros(sum(weight.numel() for weight in weights), weights[0], group.process_group)
+        buffer = weights[0].new_zeros(sum(weight.numel() for weight in weights))
         views = flat_views(buffer, [weight.shape for weight in weights])
         self._views += zip(weights, views)
         slots = [

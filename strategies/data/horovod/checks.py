@@ -78,10 +78,7 @@ def _check_batches(request: Request) -> list[Problem]:
     data, where = HorovodConfig.of(config), "strategy.data.worker_batches"
     batches = data.worker_batches
     if not batches:
-        if data.join_divisor == "initial":
-            return []
-        message = "strategy.data.join_divisor is read only where workers run out of batches"
-        return [Problem(message, "strategy.data.join_divisor", "leave strategy.data.join_divisor out", kind="unread")]
+        return []
     of_verb = {"verify": config.verify.steps, "bench": config.bench.warmup + config.bench.steps}
     steps = of_verb.get(config.verb, config.steps)
     steps_key = f"{config.verb}.steps" if config.verb in of_verb else "steps"

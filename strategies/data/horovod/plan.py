@@ -33,17 +33,14 @@ class Horovod(AlgorithmAllReduce):
     """Every rank of dp holds the complete weights, gradients and optimizer state of its stage.
 
     reduction: average | adasum. worker_batches: the number of batches of each worker (dp coordinate); (): enough.
-    divides_by_active: sums are divided by the number of workers that have not joined. process_sets: dp coordinates that
-    average among themselves, each worker in one set; (): all together.
+    process_sets: dp coordinates that average among themselves, each worker in one set; (): all together.
     """
 
     kind = "horovod"
     config_class = HorovodConfig
 
     reduction: str = "average"
-    timeline: bool = False
     worker_batches: tuple[int, ...] = ()
-    divides_by_active: bool = False
     process_sets: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
@@ -66,9 +63,7 @@ class Horovod(AlgorithmAllReduce):
             resolved,
             algorithm=NativeAllReduce() if is_single else resolved.algorithm,
             reduction="average" if is_single else data.reduction,
-            timeline=data.timeline,
             worker_batches=tuple(data.worker_batches),
-            divides_by_active=data.join_divisor == "active",
             process_sets=() if is_single else checks.complete_sets(data.process_sets, request.dp),
         )
 
@@ -80,10 +75,6 @@ class Horovod(AlgorithmAllReduce):
     def independent(self) -> bool:
         """Adasum combines updates, so gradients stay each worker's own; process sets train separately."""
         return self.reduction == checks.ADASUM or bool(self.process_sets)
-
-    def meets(self, step: int) -> bool:
-        """Adasum gives all workers the same weights in every step; process sets never synchronise."""
-        return not self.process_sets
 
     @property
     def in_step(self) -> bool:
@@ -97,11 +88,6 @@ class Horovod(AlgorithmAllReduce):
     def has_batch(self, step: int, worker: int) -> bool:
         """Whether a worker has not joined yet."""
         return not self.worker_batches or step <= self.worker_batches[worker]
-
-    def num_counted(self, step: int, num_workers: int) -> int:
-        if not self.divides_by_active:
-            return num_workers
-        return sum(self.has_batch(step, worker) for worker in range(num_workers))
 
     # Process sets
 
@@ -216,9 +202,11 @@ class Horovod(AlgorithmAllReduce):
         return 0 if self.combines_updates(plan) else super().held_bytes(pp_rank, coordinate, plan)
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """What the largest update of Adasum needs (`halving.update_bytes`); else 0."""
+        """Where updates are combined, what the largest update of Adasum needs (`halving.update_bytes`)."""
+        if not self.combines_updates(plan):
+            return super().ending_bytes(pp_rank, coordinate, plan)
         size, index = self.summing_group(plan.data_axis, coordinate, plan)
-        if not self.combines_updates(plan) or size == 1:
+        if size == 1:
             return 0
         sent, stored = BYTES[self.update_dtype(plan)], BYTES[plan.precision.stored]
         buckets = buckets_of(pp_rank, coordinate, plan).parts

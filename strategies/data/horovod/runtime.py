@@ -6,7 +6,7 @@ of the weights are combined.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from parallelrun.base.context import WorkerContext
 from parallelrun.base.layout import Layout
 from parallelrun.distributed import comm, torch_private
-from parallelrun.distributed.comm import Waitable
 from parallelrun.distributed.mesh import Group, Mesh
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.pieces.expert_axes import replica_axis
@@ -23,15 +22,13 @@ from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.data_runtime import DataRuntime, Pair, match
 from parallelrun.training.loop.flat_tensors import bucket_pairs, flatten, unflatten
 
-from ..common.allreduce.runtime import all_reduce
-from ..common.reducer import BucketedRuntime, Part
+from ..common.allreduce.runtime import AlgorithmRuntime
 from .adasum import all_combine
 from .plan import Horovod
-from .timeline import Timeline, WatchedExchange
 
 
-class HorovodRuntime(BucketedRuntime):
-    """Sums gradients over dp, or averages them within a process set, and records each exchange for the timeline."""
+class HorovodRuntime(AlgorithmRuntime):
+    """Sums gradients over dp, or averages them within a process set."""
 
     @classmethod
     def attach(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> DataRuntime:
@@ -44,20 +41,16 @@ class HorovodRuntime(BucketedRuntime):
         return runtime(pairs, plan, mesh, make_group(strategy, plan, mesh))
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh, group: Group):
-        self._exchanges: list[WatchedExchange] = []
         self._group = group
         super().__init__(pairs, plan, mesh)
-        self._timeline: Timeline | None = None
-        self._step = 0
 
     def group_of(self, axis: str) -> Group:
         """The process set, or the group over experts' copies."""
         return self._group if axis == self._plan.data_axis else super().group_of(axis)
 
     def begin_run(self, training: Training, context: WorkerContext, start: int) -> None:
-        """Broadcast the weights and the optimizer's state of worker 0 after a resume, and open the timeline."""
-        strategy = Horovod.of(self._plan)
-        if start and not strategy.independent:
+        """Broadcast the weights and the optimizer's state of worker 0 after a resume."""
+        if start and not self._plan.data.independent:
             state = [
                 (p.layout, value)
                 for p in training.parameters
@@ -65,46 +58,13 @@ class HorovodRuntime(BucketedRuntime):
             ]
             weights = [(p.layout, p.tensor.detach()) for p in training.held]
             broadcast([*weights, *state], self._plan, self._mesh)
-        self._step = start
-        if strategy.timeline and context.rank == 0:
-            self._timeline = Timeline(context.directory, self._exchanges, self.parameters, self._plan)
-
-    def end_run(self) -> None:
-        """Close the timeline."""
-        if self._timeline:
-            self._timeline.close()
-
-    def begin_step(self) -> None:
-        self._step += 1
-        for exchange in self._exchanges:
-            exchange.moments = []
-        if self._timeline:
-            self._timeline.mark(f"STEP {self._step}")
-        super().begin_step()
-
-    def launch_gradients(self) -> None:
-        if self._timeline:
-            self._timeline.mark(f"BACKWARD_OVER {self._step}")
-        super().launch_gradients()
 
     def finish_gradients(self) -> None:
         """Make every gradient the sum over dp, or the mean over its process set."""
         super().finish_gradients()
-        if self._timeline:
-            self._timeline.step_is_summed()
         if self._plan.data.independent:
             for buffers in self.flat_gradients.values():
                 torch_private.multiply(list(buffers), 1 / self._group.size)
-
-    def start_sum(self, tensor: Tensor, group: Group) -> Waitable:
-        rounds = Horovod.of(self._plan).rounds(group.axis, group.size, group.index, tensor.numel(), self._plan)
-        return all_reduce(tensor, group, "gradients", rounds, async_op=True) or Done()
-
-    def sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
-        names = tuple(parameter.name for parameter, _ in parts)
-        exchange = WatchedExchange(names, buffer.nbytes, super().sender(buffer, parts, group))
-        self._exchanges.append(exchange)
-        return exchange.start
 
 
 @torch.no_grad()
@@ -134,13 +94,6 @@ def make_group(strategy: Horovod, plan: Plan, mesh: Mesh) -> Group:
             axis = strategy.group_axis("dp", mesh.coordinate["dp"])
             own = Group(axis, ranks, ranks.index(mesh.rank), process_group)
     return own
-
-
-class Done:
-    """The exchange of a process set of one worker, which has ended before it starts."""
-
-    def wait(self) -> None:
-        pass
 
 
 class AdasumRuntime(DataRuntime):

@@ -65,22 +65,17 @@ class Algorithm(ABC):
         """The rounds of a member; none where the backend chooses them."""
 
     @abstractmethod
-    def counts(self, size: int, index: Number, numel: int, limit: int | None = None) -> Counts:
-        """Count the messages of a member in closed form. index may be an array, which counts several members at once.
-
-        limit: elements of a piece of a message; None: messages are not cut.
-        """
+    def counts(self, size: int, index: Number, numel: int) -> Counts:
+        """Count the messages of a member in closed form, or of several: index may be an array."""
 
     def longest_added(self, size: int, index: int, numel: int) -> int:
         """Elements of the longest message that a member adds to its own part."""
         adding = [turn for turn in self.rounds(size, index, numel) if turn.phase == SCATTER_REDUCE]
         return max((turn.receive.numel for turn in adding if turn.receive), default=0)
 
-    def collectives(
-        self, size: int, index: int, numel: int, element_bytes: int, limit: int | None, axis: str = "dp"
-    ) -> list[Collective]:
+    def collectives(self, size: int, index: int, numel: int, element_bytes: int, axis: str = "dp") -> list[Collective]:
         """The predicted rows of one sum of gradients over `axis`."""
-        counts = self.counts(size, index, numel, limit)
+        counts = self.counts(size, index, numel)
         return [
             Collective(axis, "send", "gradients", counts.sends, counts.elements * element_bytes),
             Collective(axis, "recv", "gradients", counts.receives, 0),
@@ -98,15 +93,8 @@ class NativeAllReduce(Algorithm):
     def rounds(self, size: int, index: int, numel: int) -> Rounds:
         return ()
 
-    def counts(self, size: int, index: Number, numel: int, limit: int | None = None) -> Counts:
+    def counts(self, size: int, index: Number, numel: int) -> Counts:
         return Counts(0, 0, 0)
 
-    def collectives(
-        self, size: int, index: int, numel: int, element_bytes: int, limit: int | None, axis: str = "dp"
-    ) -> list[Collective]:
+    def collectives(self, size: int, index: int, numel: int, element_bytes: int, axis: str = "dp") -> list[Collective]:
         return [Collective(axis, "all_reduce", "gradients", 1, numel * element_bytes)]
-
-
-def num_pieces(numel: Number, limit: int | None) -> Number:
-    """Messages for so many elements. limit: see `Algorithm.counts`."""
-    return -(-numel // limit) if limit else 1 * (numel > 0)

@@ -16,12 +16,9 @@ TITLES = {SCATTER_REDUCE: "scatter-reduce", ALL_GATHER: "all-gather"}
 
 
 def explain_all_reduce(
-    algorithm: Algorithm, ranks: Sequence[int], numel: int, element_bytes: int, limit: int | None, title: str
+    algorithm: Algorithm, ranks: Sequence[int], numel: int, element_bytes: int, title: str
 ) -> ExplainedExchange:
-    """One all-reduce of `numel` elements. limit: elements of a piece of a message; None: messages are not cut.
-
-    Raises ConfigError for more than MOST_RANKS ranks.
-    """
+    """One all-reduce of `numel` elements. Raises ConfigError for more than MOST_RANKS ranks."""
     size = len(ranks)
     if size > MOST_RANKS:
         message = f"{size} ranks exchange messages with each other: explain lists every message of at most {MOST_RANKS}"
@@ -36,9 +33,8 @@ def explain_all_reduce(
         for index, turn in enumerate(turns):
             if sent := turn.send:
                 content = _describe(sent, blocks, before[index], ranks)
-                calls = 1 if limit is None else len(list(sent.pieces(limit)))
                 num_bytes, target = sent.numel * element_bytes, ranks[sent.peer]
-                messages.append(ExplainedMessage(ranks[index], target, content, num_bytes, "gradients", calls))
+                messages.append(ExplainedMessage(ranks[index], target, content, num_bytes, "gradients"))
             if received := turn.receive:
                 for block in _covered(received, blocks):
                     arrived = before[received.peer][block]

@@ -21,7 +21,7 @@ from ..keys import AlgorithmKeys
 from .algorithm import Algorithm, NativeAllReduce
 from .explain import explain_all_reduce
 from .rings import HierarchicalAllReduce, RingAllReduce
-from .rounds import Number, Rounds, piece_elements
+from .rounds import Number, Rounds
 from .trees import HalvingDoubling, TreeAllReduce
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _CLASSES = (NativeAllReduce, RingAllReduce, HalvingDoubling, HierarchicalAllReduce, TreeAllReduce)
 ALGORITHMS: dict[str, type[Algorithm]] = {algorithm.name: algorithm for algorithm in _CLASSES}
-BUFFERS_ON_CPU = 2  # on gloo the receives of a round are posted while those of the round before are added
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,8 @@ class AlgorithmAllReduce(BucketedAllReduce):
         size, index = self.summing_group(message.axis, coordinate, plan)
         if size == 1:
             return []
-        algorithm, limit = self.algorithm.over(message.axis, plan), _limit(message, plan)
-        axis = self.group_axis(message.axis, coordinate["dp"])
-        return algorithm.collectives(size, index, message.numel, message.element_bytes, limit, axis)
+        algorithm, axis = self.algorithm.over(message.axis, plan), self.group_axis(message.axis, coordinate["dp"])
+        return algorithm.collectives(size, index, message.numel, message.element_bytes, axis)
 
     def sending_classes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
         """(the first, how many) of the members of dp that send the same: their segments may differ by an element."""
@@ -104,21 +102,27 @@ class AlgorithmAllReduce(BucketedAllReduce):
         totals: defaultdict[tuple[str, str], Number] = defaultdict(int)
         for message, times in Counter(self.bucket_messages(pp_rank, coordinate, plan)).items():
             num_members, indices = indices_on(message.axis, size, plan)
-            algorithm = self.algorithm.over(message.axis, plan)
-            counts = algorithm.counts(num_members, indices, message.numel, _limit(message, plan))
+            counts = self.algorithm.over(message.axis, plan).counts(num_members, indices, message.numel)
             totals[message.axis, "sends"] += times * counts.sends
             totals[message.axis, "bytes"] += times * counts.elements * message.element_bytes
             totals[message.axis, "receives"] += times * counts.receives
         return totals.values()
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """The receive buffers, which a rank keeps per group, as large as the group's largest sum needs."""
+        """The receive buffers of all sums but the last, which starts when backward has ended."""
+        return self._receive_bytes(self.bucket_messages(pp_rank, coordinate, plan)[:-1], coordinate, plan)
+
+    def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
+        every = self._receive_bytes(self.bucket_messages(pp_rank, coordinate, plan), coordinate, plan)
+        return every - self.held_bytes(pp_rank, coordinate, plan)
+
+    def _receive_bytes(self, messages: list[SummedMessage], coordinate: dict[str, int], plan: Plan) -> int:
+        """One buffer per group, as large as the group's largest sum needs."""
         largest: Counter[str] = Counter()
-        num_buffers = BUFFERS_ON_CPU if plan.device == "cpu" else 1
-        for message in set(self.bucket_messages(pp_rank, coordinate, plan)):
+        for message in set(messages):
             size, index = self.summing_group(message.axis, coordinate, plan)
             longest = self.algorithm.over(message.axis, plan).longest_added(size, index, message.numel)
-            largest[message.axis] = max(largest[message.axis], num_buffers * longest * message.element_bytes)
+            largest[message.axis] = max(largest[message.axis], longest * message.element_bytes)
         return largest.total()
 
     def explained_group(self, plan: Plan) -> tuple[int, str]:
@@ -150,13 +154,7 @@ class AlgorithmAllReduce(BucketedAllReduce):
         """The messages of one sum in the group of `rank`."""
         algorithm = self.algorithm.over(message.axis, plan)
         axis = self.group_axis(message.axis, plan.mesh.coordinate(rank)["dp"])
-        limit, ranks = _limit(message, plan), ranks_over(plan, axis, rank)
-        return explain_all_reduce(algorithm, ranks, message.numel, message.element_bytes, limit, title)
-
-
-def _limit(message: SummedMessage, plan: Plan) -> int | None:
-    """Elements of a piece of a message; None: messages are not cut."""
-    return piece_elements(message.element_bytes) if plan.device == "cpu" else None
+        return explain_all_reduce(algorithm, ranks_over(plan, axis, rank), message.numel, message.element_bytes, title)
 
 
 # numpy is imported on call: most plans need none of this.

@@ -11,7 +11,7 @@ from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.request import Request
 
 from ..keys import AlgorithmKeys
-from .algorithm import GROUP_SIZE, Algorithm, Counts, num_pieces
+from .algorithm import GROUP_SIZE, Algorithm, Counts
 from .rounds import Number, Rounds, all_gather, ring, scatter_reduce, segments
 
 
@@ -31,8 +31,8 @@ class RingAllReduce(Algorithm):
     def rounds(self, size: int, index: int, numel: int) -> Rounds:
         return ring(range(size), index, (0, numel))
 
-    def counts(self, size: int, index: Number, numel: int, limit: int | None = None) -> Counts:
-        counts = [_counts_of_ring(*ring, limit) for ring in self.rings(size, index, numel)]
+    def counts(self, size: int, index: Number, numel: int) -> Counts:
+        counts = [_counts_of_ring(*ring) for ring in self.rings(size, index, numel)]
         return Counts(*map(sum, zip(*counts)))
 
     def longest_added(self, size: int, index: int, numel: int) -> int:
@@ -119,7 +119,7 @@ class HierarchicalAllReduce(RingAllReduce):
         return [(self.group_size, inner, numel), (size // self.group_size, group, own)]
 
 
-def _counts_of_ring(size: int, index: Number, numel: Number, limit: int | None) -> Counts:
+def _counts_of_ring(size: int, index: Number, numel: Number) -> Counts:
     """Two rounds of the ring of all segments, without the one that is received or sent last in each phase."""
     base, num_longer = divmod(numel, size)
 
@@ -127,9 +127,9 @@ def _counts_of_ring(size: int, index: Number, numel: Number, limit: int | None) 
         return base + (segment % size < num_longer)
 
     def num_messages(segment: Number) -> Number:
-        return num_pieces(length(segment), limit)
+        return 1 * (length(segment) > 0)
 
-    twice = 2 * (num_longer * num_pieces(base + 1, limit) + (size - num_longer) * num_pieces(base, limit))
+    twice = 2 * (num_longer + (size - num_longer) * (base > 0))
     return Counts(
         twice - num_messages(index + 1) - num_messages(index + 2),
         2 * numel - length(index + 1) - length(index + 2),

@@ -6,7 +6,7 @@ of all earlier rounds. `runtime.py` sends them; `rings.py` and `trees.py` have t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 SCATTER_REDUCE, ALL_GATHER = "scatter_reduce", "all_gather"  # what arrives is added; what arrives is the sum
 Span = tuple[int, int]
 Number = Any  # an int, or an array with one for each of several members
-PIECE_BYTES = 2**21  # on gloo a message goes in pieces of up to so many bytes: smaller ones cost more than they hide
 
 
 class PeerMessage(NamedTuple):
@@ -28,11 +27,6 @@ class PeerMessage(NamedTuple):
     def numel(self) -> int:
         return self.stop - self.start
 
-    def pieces(self, limit: int) -> Iterator[PeerMessage]:
-        """The message in pieces of up to `limit` elements, in order."""
-        for start in range(self.start, self.stop, limit):
-            yield PeerMessage(self.peer, start, min(start + limit, self.stop))
-
 
 @dataclass(frozen=True)
 class Round:
@@ -44,11 +38,6 @@ class Round:
 
 
 Rounds = tuple[Round, ...]
-
-
-def piece_elements(element_bytes: int) -> int:
-    """Elements of a full piece of a message on gloo."""
-    return max(1, PIECE_BYTES // element_bytes)
 
 
 def segments(start: int, stop: int, parts: int) -> tuple[Span, ...]:

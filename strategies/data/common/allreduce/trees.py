@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .algorithm import Algorithm, Counts, num_pieces
+from .algorithm import Algorithm, Counts
 from .rounds import ALL_GATHER, SCATTER_REDUCE, Number, Round, Rounds, Span, halved, halvings, message
 
 
@@ -45,7 +45,7 @@ class HalvingDoubling(Algorithm):
         other = message(index + 1, vector) if index < 2 * extra else None
         return (Round(SCATTER_REDUCE, None, other), *middle, Round(ALL_GATHER, other, None))
 
-    def counts(self, size: int, index: Number, numel: int, limit: int | None = None) -> Counts:
+    def counts(self, size: int, index: Number, numel: int) -> Counts:
         """Both members of a pair send the complete vector once; the odd one of them takes part in no halving."""
         core, extra = split_size(size)
         is_paired = index < 2 * extra
@@ -53,9 +53,9 @@ class HalvingDoubling(Algorithm):
         sends, elements = 0, 0
         for level in range(core.bit_length() - 1):
             before, keep = halved(numel, level, own_index), halved(numel, level + 1, own_index)
-            sends += num_pieces(keep, limit) + num_pieces(before - keep, limit)
+            sends += 1 * (keep > 0) + (before > keep)
             elements += before
-        sends = (1 - is_idle) * sends + is_paired * num_pieces(numel, limit)
+        sends = (1 - is_idle) * sends + is_paired * (numel > 0)
         return Counts(sends, (1 - is_idle) * elements + is_paired * numel, sends)
 
 
@@ -83,12 +83,12 @@ class TreeAllReduce(Algorithm):
             distance *= 2
         return (*up, *reversed(down))
 
-    def counts(self, size: int, index: Number, numel: int, limit: int | None = None) -> Counts:
+    def counts(self, size: int, index: Number, numel: int) -> Counts:
         neighbours, distance = 1 * (index > 0), 1
         while distance < size:
             neighbours = neighbours + (index % (2 * distance) == 0) * (index + distance < size)
             distance *= 2
-        sends = neighbours * num_pieces(numel, limit)
+        sends = neighbours * (numel > 0)
         return Counts(sends, neighbours * numel, sends)
 
 

@@ -206,28 +206,6 @@ def notes(dataset: Dataset, **overrides: Any) -> list[str]:
     return definitions.dataset(config).notes(config, spec, dataset)
 
 
-def test_images_that_are_enlarged_are_said_with_the_size_that_avoids_it(image_folder: Path) -> None:
-    asked = {"dataset__name": "imagefolder", "dataset__path": str(image_folder), "dataset__vocab": None}
-    fits, enlarged = (opened(**asked, model__image=size, global_batch=8) for size in (14, 16))
-    assert notes(fits, **asked, model__image=14) == []  # 14 x 8/7 = 16, their shorter side
-    (told,) = notes(enlarged, **asked, model__image=16)
-    assert told.startswith("all images looked at are smaller than 18 pixels and are enlarged (the smallest: ")
-    assert "20 x 16); model.image=14 would read most without" in told
-
-
-def test_only_some_small_images_are_counted_and_broken_ones_left_to_training(image_folder: Path) -> None:
-    image_module = pytest.importorskip("PIL.Image")
-    for number in range(12):
-        image_module.new("RGB", (40, 40)).save(image_folder / "class1" / f"{number}.png")
-    (image_folder / "class0" / "0.png").write_bytes(b"no image")
-    asked = {"dataset__name": "imagefolder", "dataset__path": str(image_folder), "dataset__vocab": None}
-    dataset = opened(**asked, model__image=16, global_batch=8)
-    files = [str(dataset.train.data.files[index]) for index in dataset.train.indices]
-    small, broken = sum("class1" not in file for file in files), sum(file.endswith("class0/0.png") for file in files)
-    (told,) = notes(dataset, **asked, model__image=16)
-    assert told.startswith(f"{small - broken} of {len(dataset.train) - broken} images looked at are smaller than 18")
-
-
 def test_digits_on_a_model_for_larger_images_are_said_to_be_enlarged() -> None:
     asked = {"dataset__name": "digits", "dataset__vocab": None, "model__image": 32}
     (told,) = notes(opened(**asked), **asked)

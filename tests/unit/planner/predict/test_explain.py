@@ -123,7 +123,7 @@ def test_a_ring_of_four_passes_its_blocks_around() -> None:
 
 
 def test_a_tree_sends_everything_up_and_down() -> None:
-    exchange = explain_all_reduce(TreeAllReduce(), range(4), 100, 4, None, "all")
+    exchange = explain_all_reduce(TreeAllReduce(), range(4), 100, 4, "all")
     told = [[(m.source, m.target, m.what) for m in one.messages] for one in exchange.rounds]
     whole = "the whole buffer"
     assert told == [

@@ -26,7 +26,7 @@ def data(**settings):
 
 
 def test_a_data_axis_of_one_is_one_device():
-    plan = tiny_plan({"dp": 1, **HOROVOD, **data(reduction="adasum", timeline=True)})
+    plan = tiny_plan({"dp": 1, **HOROVOD, **data(reduction="adasum")})
     assert plan.equivalence.kind == "exact" and not plan.data.independent
 
 

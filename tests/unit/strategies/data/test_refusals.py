@@ -88,7 +88,6 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"dp": 2} | data("horovod", worker_batches=(3, 1), process_sets=((0,), (1,))),
         ("join is not defined with process sets", "leave"),
     ),
-    ({"dp": 2} | data("horovod", join_divisor="active"), ("only where workers run out", "leave strategy.data.join")),
     # parameter servers
     (PS | data("ps") | {"consistency": "asinc"}, ("consistency=asinc is unknown; it is one of sync, async, ssp",)),
     (PS | data("ps") | {"consistency": "async", "staleness": 2}, ("contradiction: ", "no bound -> consistency=ssp")),

@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 import parallelrun
 import parallelrun.strategies
 from parallelrun.models.layers import RowLinear
-from parallelrun.models.optimizer import Optimizer
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.training.loop.build import build
 from parallelrun.training.loop.data_runtime import DataRuntime
@@ -29,11 +28,10 @@ FEW, MANY = 2, 6  # layers
 PARAMETERS_OF_A_LAYER = 16
 PACKAGE = Path(parallelrun.__file__).parent
 OURS = (str(PACKAGE), str(Path(parallelrun.strategies.__file__).parent))
-TORCH = str(Path(torch.__file__).parent)
 KERNELS = f"{PACKAGE}/distributed/torch_private/products.py"  # called by torch, in place of its own kernels
 # Everything around forward and backward: gradients, norm, clipping, update, totals.
 OURS_AROUND = ("training/", "models/optimizer.py", "distributed/torch_private/")
-AROUND = (*(f"{PACKAGE}/{path}" for path in OURS_AROUND), f"{TORCH}/optim/")
+AROUND = tuple(f"{PACKAGE}/{path}" for path in OURS_AROUND)  # torch's optimizer has loops of its own
 # A parameter's gradient is looked at (`is_contiguous`), measured (`numel`) and put in a list (`append`), or measured in
 # rows; everything else is done by one call for all of them.
 CALLS_PER_PARAMETER = 3.0
@@ -127,10 +125,6 @@ def zero_one_by_one(self: DataRuntime) -> None:
             parameter.tensor.grad.zero_()
 
 
-def step_of_torch(self: Optimizer, lr: float, around: object = None) -> None:
-    self._torch.step()
-
-
 def through_one_more(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def call(*inputs: Any) -> torch.Tensor:
         return forward(*inputs)
@@ -139,7 +133,7 @@ def through_one_more(forward: Callable[..., torch.Tensor]) -> Callable[..., torc
     return call
 
 
-for planted in (clip_one_by_one, zero_one_by_one, step_of_torch):  # as if they were the project's
+for planted in (clip_one_by_one, zero_one_by_one):  # as if they were the project's
     planted.__code__ = planted.__code__.replace(co_filename=f"{PACKAGE}/training/planted.py")
 
 
@@ -148,7 +142,6 @@ for planted in (clip_one_by_one, zero_one_by_one, step_of_torch):  # as if they 
     [
         (Gradients, "clip", clip_one_by_one),
         (DataRuntime, "begin_step", zero_one_by_one),
-        (Optimizer, "step", step_of_torch),
     ],
 )
 def test_a_loop_over_parameters_is_noticed(monkeypatch, owner, name, planted):
