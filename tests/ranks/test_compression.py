@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from parallelrun.strategies.data.common.compression import powersgd
+from parallelrun.distributed import comm
+from parallelrun.strategies.data.common.compression import fp16, powersgd
 from parallelrun.training.loop.build import Training
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks
@@ -33,6 +36,14 @@ CELLS: dict[str, dict[str, Any]] = {
         "powersgd", rank=2, tp=2, **{"strategy.tensor.sequence_parallel": True}
     ),
     "powersgd, a tied weight in two stages": compressed("powersgd", "horovod", 2, pp=2),
+    "fp16 over cp": compressed("fp16", cp=2, **EXACTLY),
+    "powersgd over cp": compressed("powersgd", rank=2, cp=2, microbatches=2),
+    "fp16, groups of two in a ring, over cp": {
+        **compressed("fp16", "ring", cp=2),
+        "strategy.data.algorithm": "hierarchical",
+        "dp": 4,
+    },
+    "powersgd of one replica over cp": {**compressed("powersgd", rank=2, cp=2), "dp": 1},
     "powersgd in a 2d layout": compressed("powersgd", rank=2, tp=4, layout="2d"),
 }
 
@@ -62,6 +73,20 @@ def cold_start(training: Training) -> None:
     powersgd.Stack.finish = wrong
 
 
+def context_summed_last(training: Training) -> None:
+    """Each rank of a sequence rounds its own gradients, and the rounded sums are added."""
+    dp, cp = training.mesh.group("dp"), training.mesh.group("cp")
+
+    def send(buffer: torch.Tensor) -> SimpleNamespace:
+        rounded = fp16.HalfSum(buffer, lambda tensor: training.data.start_sum(tensor, dp)).start()
+        rounded.wait()
+        comm.all_reduce(buffer, cp, "gradients")
+        return SimpleNamespace(wait=lambda: None)
+
+    for bucket in training.data._buckets:
+        bucket._send = partial(send, bucket.buffer)
+
+
 def not_rounded(training: Training) -> None:
     for bucket in training.data._buckets:
         bucket._send = lambda buffer=bucket.buffer: training.data.start_sum(buffer, training.mesh.group("dp"))
@@ -70,6 +95,7 @@ def not_rounded(training: Training) -> None:
 BUGS = {
     "the error is forgotten": (CELLS["powersgd, ddp"], error_forgotten),
     "every step begins anew": (CELLS["powersgd, ddp"], cold_start),
+    "cp is summed last": (CELLS["fp16 over cp"], context_summed_last),
     "nothing is rounded": (CELLS["fp16, ddp"], not_rounded),
 }
 

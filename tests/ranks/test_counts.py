@@ -28,6 +28,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero2": {"dp": 2, **data("zero2")},
     "fsdp": {"dp": 2, **data("fsdp")},
     "local sgd": {"dp": 2, **data("local_sgd")},
+    "local sgd over cp": {"dp": 2, "cp": 2, **data("local_sgd")},
     "diloco": {"dp": 2, **data("diloco")},
     "adasum": {"dp": 2, **data("horovod", reduction="adasum")},
     "process sets": {"dp": 3, **data("horovod", process_sets=((0, 2),))},

@@ -35,6 +35,13 @@ CELLS: dict[str, dict[str, Any]] = {
     "adasum in a tensor plan": {"dp": 2, "tp": 2, **data(reduction="adasum")},
     "adasum of two stages with a tied weight": {"dp": 2, "pp": 2, **data(reduction="adasum")},
     "adasum in fp16": {"dp": 2, **data(reduction="adasum", compression="fp16")},
+    "adasum over cp": {"dp": 2, "cp": 2, **data(reduction="adasum", bucket_mb=0.005)},
+    "process sets over cp": {
+        "dp": 3,
+        "cp": 2,
+        "global_batch": 12,
+        **data(process_sets=((0, 2),), compression="powersgd"),
+    },
     "process sets": {"dp": 4, **data(process_sets=((0, 3), (1, 2)))},
     "process sets, each by itself": {"dp": 2, **data(process_sets=((0,), (1,)))},
     "process sets, adasum": {"dp": 4, **data(process_sets=((0, 2), (1, 3)), reduction="adasum")},
@@ -139,6 +146,12 @@ def test_all_stages_of_a_worker_join_together():
     document = parity({"dp": 2, "pp": 2, **data(worker_batches=(5, 1))})
     assert document["passed"], document["max_error"]
     assert document["surprises"] and all("pp" in surprise for surprise in document["surprises"])
+
+
+@pytest.mark.parametrize("degrees", [{"cp": 2}, {"tp": 2}], ids=str)
+def test_all_ranks_of_a_worker_join_together(degrees):
+    """The messages inside a worker end when it joins, so that only the result is compared."""
+    assert parity({"dp": 2, **degrees, **data(worker_batches=(1, 5))})["passed"]
 
 
 def test_a_joined_worker_adds_zero_and_the_divisor_stays():

@@ -135,6 +135,12 @@ class DataStrategy(AxisStrategy):
         return not self.independent
 
     @property
+    def sums_context_first(self) -> bool:
+        """Whether the ranks of a sequence (cp) act as one worker: what is combined over dp is no plain sum, so their
+        gradients are summed before it."""
+        return False
+
+    @property
     def shares_statistics(self) -> bool:
         """Whether replicas exchange BatchNorm's running statistics in every step."""
         return self.in_step

@@ -154,17 +154,25 @@ class Plan:
         return {axis: self.mesh.size(axis) for axis in ("pp", "dp", "cp", "tp", "ep")}
 
     @cached_property
-    def data_axis(self) -> str:
-        """The axis over which gradients are summed and counts are added: dp, or dp x cp where sequences are divided.
-
-        Samples are divided over dp alone.
-        """
+    def count_axis(self) -> str:
+        """The axis of the ranks with tokens of their own, over which counts are added: dp, or dp x cp where sequences
+        are divided. Samples are divided over dp alone."""
         return DATA_CONTEXT if self.context else "dp"
 
     @cached_property
     def num_data_ranks(self) -> int:
-        """The ranks of `data_axis`."""
-        return self.mesh.size(self.data_axis)
+        """The ranks of `count_axis`."""
+        return self.mesh.size(self.count_axis)
+
+    @cached_property
+    def sums_context_first(self) -> bool:
+        """Whether gradients are summed over cp before the data strategy combines them over dp."""
+        return self.context is not None and self.data.sums_context_first and self.mesh.size("dp") > 1
+
+    @cached_property
+    def data_axis(self) -> str:
+        """The axis over which the data strategy combines gradients."""
+        return "dp" if self.sums_context_first else self.count_axis
 
     @property
     def seq(self) -> int:

@@ -92,7 +92,7 @@ def check(request: Request, strategy: type[DataStrategy], context: tuple[MeshDim
     if strategy.check(request):  # reported on their own: an illegal strategy cannot be resolved
         return []
     data, problems = strategy.resolve(request), []
-    if not (strategy.takes_context and data.in_step):
+    if not strategy.takes_context:
         message = f"cp={cp}: {where}={data.kind} does not sum gradients over ranks that share a sequence"
         problems.append(Problem(message, where, f"{where}=ddp or cp=1", kind="not_built"))
         return problems

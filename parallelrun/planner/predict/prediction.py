@@ -82,7 +82,7 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
         elements = CONTROL_ELEMENTS + plan.num_norms
         rows.append(Collective(WORLD, "all_reduce", CONTROL, 1, elements * BYTES["float64"]))
     if plan.spec.has_ignored and pp_rank == plan.last_stage_pp_rank and plan.num_data_ranks > 1:
-        rows.append(Collective(plan.data_axis, "all_reduce", CONTROL, 1, COUNT_BYTES))  # the number of valid targets
+        rows.append(Collective(plan.count_axis, "all_reduce", CONTROL, 1, COUNT_BYTES))  # the number of valid targets
     return merge(rows)
 
 

@@ -33,7 +33,8 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
             tensor = plan.mesh.coordinate(first)["tp"]
             own = plan.data.sending_classes(pp_ranks[0], plan.mesh.coordinate(first), plan)
             if own is not None:
-                replicas = [(_replica(plan, pp_ranks[0], tensor, i), count) for i, count in own]
+                times = plan.num_data_ranks // plan.mesh.size(plan.data_axis)
+                replicas = [(_replica(plan, pp_ranks[0], tensor, i), count * times) for i, count in own]
             else:
                 replicas = _alike_replicas(plan, shards, pp_ranks[0], tensor)
             classes += [(rank, len(pp_ranks) * num_alike * count) for rank, count in replicas]

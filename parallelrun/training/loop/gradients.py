@@ -102,6 +102,8 @@ def _own_parts(
     flat: Sequence[Tensor], parameters: list[LocalParameter], axis: str, plan: Plan, mesh: Mesh
 ) -> list[Tensor] | None:
     """Return the parts of an axis's flat buffers that this rank measures, or None if other ranks count some of them."""
+    if axis == plan.data_axis and not plan.data.independent:
+        axis = plan.count_axis  # where sequences are summed first, the ranks of one have equal gradients
     coordinate, replicas = dict(mesh.coordinate), plan.mesh.size(axis)
     if plan.data.independent or any(axis in p.layout.axes for p in parameters):
         replicas = 1  # each rank of the axis has different gradients

@@ -88,7 +88,7 @@ def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple
         return 1, 0  # only the last stage computes a loss
     mine = counted_targets(training, batch)
     everyone = mine.clone()
-    comm.all_reduce(everyone, training.mesh.group(plan.data_axis), "control")
+    comm.all_reduce(everyone, training.mesh.group(plan.count_axis), "control")
     return float(everyone) * num_replicas / count_active(plan, step) or 1.0, float(mine)
 
 

@@ -68,6 +68,14 @@ def final_collectives(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> l
     return [*out, Collective("embedding", "all_reduce", "tied", 1, sum(tied_bytes))] if tied_bytes else out
 
 
+def context_sums(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+    """The all-reduces over cp, one for each bucket, where they come before the exchange over dp."""
+    buckets = buckets_of(pp_rank, coordinate, plan)
+    sizes = [buckets.sent_bytes(number, padded=False) for number in range(len(buckets.parts))]
+    is_first = plan.sums_context_first and sizes
+    return [Collective("cp", "all_reduce", "gradients", len(sizes), sum(sizes))] if is_first else []
+
+
 def buckets_of(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> RankBuckets:
     """The buckets of a rank, which are computed once."""
     key = "buckets", pp_rank, *sorted(coordinate.items())

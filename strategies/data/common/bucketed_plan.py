@@ -16,9 +16,9 @@ from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.predict.prediction import merge
 
-from .bucket_prediction import buckets_of, final_collectives
+from .bucket_prediction import buckets_of, context_sums, final_collectives
 from .buckets import Shape, partition
-from .compression.plan import Compression, SummedMessage, requested_compression
+from .compression.plan import Compression, SummedMessage, requested_compression, used_compression
 from .keys import BucketKeys
 
 if TYPE_CHECKING:
@@ -41,7 +41,12 @@ class BucketedAllReduce(DataStrategy):
     @classmethod
     def resolve(cls, request: Request) -> Self:
         bucket_bytes = BucketKeys.of(request.config).bucket_bytes
-        return cls(bucket_bytes=bucket_bytes, compression=requested_compression(request.config))
+        return cls(bucket_bytes=bucket_bytes, compression=used_compression(request))
+
+    @property
+    def sums_context_first(self) -> bool:
+        """A compressed sum depends on how many parts it has."""
+        return self.compression.compresses
 
     def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:
         return partition(trained, shapes, plan)
@@ -68,7 +73,7 @@ class BucketedAllReduce(DataStrategy):
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         messages = self.bucket_messages(pp_rank, coordinate, plan)
         rows = [row for message in messages for row in self.rows_of_sum(message, coordinate, plan)]
-        return merge(rows) + final_collectives(pp_rank, coordinate, plan)
+        return [*context_sums(pp_rank, coordinate, plan), *merge(rows), *final_collectives(pp_rank, coordinate, plan)]
 
     def keeps_gradients(self, plan: Plan) -> bool:
         return True

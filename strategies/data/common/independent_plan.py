@@ -34,6 +34,7 @@ class IndependentReplicas(DataStrategy):
     run ends with one model. A checkpoint between two synchronisations holds the weights of every replica.
     """
 
+    takes_context = True
     default_sync_every: ClassVar[int]
 
     sync_every: int = 1
@@ -59,6 +60,10 @@ class IndependentReplicas(DataStrategy):
     def independent(self) -> bool:
         return True
 
+    @property
+    def sums_context_first(self) -> bool:
+        return True
+
     def meets(self, step: int) -> bool:
         """Whether replicas synchronise at the end of `step`. Only its number matters, so resuming changes nothing."""
         return step % self.sync_every == 0 or step == self.steps
@@ -72,10 +77,15 @@ class IndependentReplicas(DataStrategy):
         return next(later for later in count(step) if self.meets(later))
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-        """The collectives of a step that synchronises: one all-reduce per weight bucket, and those of every step."""
+        """The collectives of a step that synchronises: one all-reduce per weight bucket, and those of every step, in
+        which the ranks of a sequence sum their gradients."""
         sizes = self._bucket_bytes(pp_rank, coordinate, plan)
-        synchronisation = [Collective("dp", "all_reduce", SYNC, len(sizes), sum(sizes))] if sizes else []
-        return synchronisation + final_collectives(pp_rank, coordinate, plan)
+        rows = [
+            Collective(axis, "all_reduce", purpose, len(sizes), sum(sizes))
+            for axis, purpose in (("cp", "gradients"), ("dp", SYNC))
+            if sizes and plan.mesh.size(axis) > 1
+        ]
+        return rows + final_collectives(pp_rank, coordinate, plan)
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """The bytes of a synchronisation: two flat buckets at a time."""

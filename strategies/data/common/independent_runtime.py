@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.planner.contract.plan import SYNC, Plan
 from parallelrun.training.loop.data_runtime import DataRuntime, Pair, match
-from parallelrun.training.loop.flat_tensors import bucket_pairs, flatten, unflatten
+from parallelrun.training.loop.flat_tensors import bucket_pairs
 
+from .bucket_sums import sum_buckets, sum_over_context
 from .independent_plan import IndependentReplicas
 
 
@@ -26,9 +25,13 @@ class IndependentRuntime(DataRuntime):
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
         super().__init__(pairs, plan, mesh)
-        self._strategy, self._group = IndependentReplicas.of(plan), mesh.group("dp")
+        self._strategy = IndependentReplicas.of(plan)
         self._weights = [parameter.tensor.detach() for parameter in self.parameters]
-        self._buckets = [[weight.detach() for _, weight in own] for _, own in bucket_pairs(pairs, plan)[0]]
+        self._buckets = [[weight for _, weight in own] for _, own in bucket_pairs(pairs, plan)[0]]
+
+    def finish_gradients(self) -> None:
+        super().finish_gradients()
+        sum_over_context(self._buckets, self._mesh)
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
@@ -40,20 +43,6 @@ class IndependentRuntime(DataRuntime):
         self.average()
 
     def average(self) -> None:
-        """Replace each weight by its mean over replicas, bitwise equal on all of them.
-
-        Two buckets are pending at a time. Their flat copies are the only additional memory.
-        """
-        pending: list[tuple[Tensor, list[Tensor], dist.Work | None]] = []
-        for weights in self._buckets:
-            flat = flatten(weights)
-            pending.append((flat, weights, comm.all_reduce(flat, self._group, SYNC, async_op=True)))
-            if len(pending) == 2:
-                self._finish(*pending.pop(0))
-        for exchange in pending:
-            self._finish(*exchange)
-
-    def _finish(self, flat: Tensor, weights: list[Tensor], work: dist.Work | None) -> None:
-        assert work is not None, "a group of one averages nothing"
-        work.wait()
-        unflatten(flat.div_(self._group.size), weights)
+        """Replace each weight by its mean over replicas, bitwise equal on all of them."""
+        group = self._mesh.group("dp")
+        sum_buckets([[weight.detach() for weight in weights] for weights in self._buckets], group, SYNC, group.size)

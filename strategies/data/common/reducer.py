@@ -191,11 +191,17 @@ class BucketedRuntime(DataRuntime):
         """Return a function that starts the exchange of a bucket's buffer: its sum, or compressed messages instead."""
         start_sum: Sum = partial(self.start_sum, group=group)
         compression = self._plan.data.exchange_form(self._plan).compression
-        if not compression:
-            return partial(start_sum, buffer)
-        module = registry.load("compressions", compression)
-        send: Callable[[], Waitable] = module.sender(buffer, parts, self._plan, start_sum)
-        return send
+        send: Callable[[], Waitable] = partial(start_sum, buffer)
+        if compression:
+            send = registry.load("compressions", compression).sender(buffer, parts, self._plan, start_sum)
+        if not self._plan.sums_context_first:
+            return send
+
+        def sum_context_first() -> Waitable:
+            comm.all_reduce(buffer, self._mesh.group("cp"), "gradients")
+            return send()
+
+        return sum_context_first
 
     def begin_step(self) -> None:
         for weight in self._unique:

@@ -17,7 +17,7 @@ from parallelrun.planner.contract.request import Request
 from ..common.allreduce.algorithm import NativeAllReduce
 from ..common.allreduce.plan import AlgorithmAllReduce, indices_on
 from ..common.allreduce.rounds import Number
-from ..common.bucket_prediction import buckets_of, final_collectives
+from ..common.bucket_prediction import buckets_of, context_sums, final_collectives
 from ..common.buckets import reduce_bytes
 from ..common.keys import HorovodConfig
 from . import checks, halving
@@ -62,9 +62,9 @@ class Horovod(AlgorithmAllReduce):
         return replace(
             resolved,
             algorithm=NativeAllReduce() if is_single else resolved.algorithm,
-            reduction="average" if is_single else data.reduction,
+            reduction="average" if request.dp == 1 else data.reduction,
             worker_batches=tuple(data.worker_batches),
-            process_sets=() if is_single else checks.complete_sets(data.process_sets, request.dp),
+            process_sets=() if request.dp == 1 else checks.complete_sets(data.process_sets, request.dp),
         )
 
     @classmethod
@@ -80,6 +80,16 @@ class Horovod(AlgorithmAllReduce):
     def in_step(self) -> bool:
         """A worker that has joined takes part in gradients only."""
         return not self.independent and not self.worker_batches
+
+    @property
+    def sums_context_first(self) -> bool:
+        """Adasum, process sets and join are of workers, which have complete sequences."""
+        return super().sums_context_first or not self.in_step
+
+    @classmethod
+    def is_no_plain_sum(cls, request: Request) -> bool:
+        data = HorovodConfig.of(request.config)
+        return super().is_no_plain_sum(request) or bool(data.process_sets or data.worker_batches)
 
     @property
     def shares_statistics(self) -> bool:
@@ -147,7 +157,7 @@ class Horovod(AlgorithmAllReduce):
         vectors, element_bytes = self._vectors(pp_rank, coordinate, plan), BYTES[self.update_dtype(plan)]
         axis = self.group_axis("dp", coordinate["dp"])
         rows = halving.message_rows(vectors, size, index, element_bytes, axis) if size > 1 else []
-        return [*rows, *final_collectives(pp_rank, coordinate, plan)]
+        return [*context_sums(pp_rank, coordinate, plan), *rows, *final_collectives(pp_rank, coordinate, plan)]
 
     def counts_of(self, size: int, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> Iterable[Number]:
         """Adasum's halves may differ by an element, too; a worker by itself sends nothing."""

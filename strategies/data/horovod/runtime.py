@@ -23,6 +23,7 @@ from parallelrun.training.loop.data_runtime import DataRuntime, Pair, match
 from parallelrun.training.loop.flat_tensors import bucket_pairs, flatten, unflatten
 
 from ..common.allreduce.runtime import AlgorithmRuntime
+from ..common.bucket_sums import sum_over_context
 from .adasum import all_combine
 from .plan import Horovod
 
@@ -103,7 +104,8 @@ class AdasumRuntime(DataRuntime):
         super().__init__(pairs, plan, mesh)
         self._group = group
         buckets, _ = bucket_pairs(pairs, plan)
-        self._weights = [[weight.detach() for _, weight in own] for _, own in buckets]
+        self._buckets = [[weight for _, weight in own] for _, own in buckets]
+        self._weights = [[weight.detach() for weight in own] for own in self._buckets]
         self._before = [flatten(bucket) for bucket in self._weights]
         self._dtype = getattr(torch, Horovod.of(plan).update_dtype(plan))
         self._stepping = False
@@ -118,6 +120,10 @@ class AdasumRuntime(DataRuntime):
     def drop_step(self) -> None:
         super().begin_step()
         self._stepping = False
+
+    def finish_gradients(self) -> None:
+        super().finish_gradients()
+        sum_over_context(self._buckets, self._mesh)
 
     @torch.no_grad()
     def finish_update(self) -> None:

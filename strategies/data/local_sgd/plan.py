@@ -19,6 +19,4 @@ class LocalSGD(IndependentReplicas):
     default_sync_every = 8
 
     def equivalence(self, plan: Plan) -> Equivalence:
-        if plan.mesh.size("dp") == 1:
-            return Equivalence("exact")
         return Equivalence("replay", f"local SGD: weights averaged every {self.sync_every} steps")

@@ -112,7 +112,7 @@ class ParameterServer(DataStrategy):
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """One worker's messages in a step."""
         servers = plan.servers
-        counts = [Collective(plan.data_axis, "all_reduce", CONTROL, 1, COUNT_BYTES)]
+        counts = [Collective(plan.count_axis, "all_reduce", CONTROL, 1, COUNT_BYTES)]
         return [
             *(counts if self.counts_targets(plan) else []),
             Collective(AXIS, "send", CONTROL, servers, servers * REQUEST_BYTES),

@@ -16,7 +16,7 @@ from parallelrun.planner.pieces.expert_axes import DP
 
 from ..bucket_prediction import final_collectives
 from ..bucketed_plan import BucketedAllReduce
-from ..compression.plan import SummedMessage
+from ..compression.plan import SummedMessage, requested_compression
 from ..keys import AlgorithmKeys
 from .algorithm import Algorithm, NativeAllReduce
 from .explain import explain_all_reduce
@@ -53,15 +53,25 @@ class AlgorithmAllReduce(BucketedAllReduce):
     def check_algorithm(cls, request: Request) -> list[Problem]:
         """An unknown algorithm, or what the named one refuses."""
         name = AlgorithmKeys.of(request.config).algorithm or cls.default_algorithm.name
-        return one_of("strategy.data.algorithm", name, ALGORITHMS) or ALGORITHMS[name].check(request)
+        return one_of("strategy.data.algorithm", name, ALGORITHMS) or ALGORITHMS[name].check(cls.of_sums(request))
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
-        return replace(super().resolve(request), algorithm=cls.requested_algorithm(request).of(request))
+        return replace(super().resolve(request), algorithm=cls.requested_algorithm(request).of(cls.of_sums(request)))
 
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
-        return cls.requested_algorithm(request).filled(request)
+        return cls.requested_algorithm(request).filled(cls.of_sums(request))
+
+    @classmethod
+    def of_sums(cls, request: Request) -> Request:
+        """The request as the sums over dp see it: without cp, if that is summed first."""
+        return replace(request, cp=1) if cls.is_no_plain_sum(request) and request.dp > 1 else request
+
+    @classmethod
+    def is_no_plain_sum(cls, request: Request) -> bool:
+        """`sums_context_first`, before there is a plan."""
+        return requested_compression(request.config).compresses
 
     def summing_group(self, axis: str, coordinate: dict[str, int], plan: Plan) -> tuple[int, int]:
         """(size, index) of a rank in the group that sums over `axis`."""
@@ -95,7 +105,7 @@ class AlgorithmAllReduce(BucketedAllReduce):
 
     def summing_members(self, plan: Plan) -> list[tuple[Sequence[int], int]]:
         """(members of dp that sum with each other, how many such groups send the same): all of them, once."""
-        return [(range(plan.num_data_ranks), 1)]
+        return [(range(plan.mesh.size(plan.data_axis)), 1)]
 
     def counts_of(self, size: int, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> Iterable[Number]:
         """The counts of a step, each as an array over the `size` members of a group of `summing_members`."""

@@ -99,7 +99,7 @@ class HierarchicalAllReduce(RingAllReduce):
 
     def over(self, axis: str, plan: Plan) -> HierarchicalAllReduce:
         """Inner groups are of the same ranks, or of one."""
-        distance = plan.num_data_ranks // plan.mesh.size(axis)
+        distance = plan.mesh.size(plan.data_axis) // plan.mesh.size(axis)
         return replace(self, group_size=self.group_size // gcd(self.group_size, distance))
 
     def rounds(self, size: int, index: int, numel: int) -> Rounds:

@@ -58,15 +58,10 @@ class Compression:
         if rank is not None and not self.rank:
             message = f"strategy.data.powersgd_rank={rank} is read by compression=powersgd only"
             problems.append(Problem(message, "strategy.data.powersgd_rank", f"{where}=powersgd", kind="unread"))
-        causes = {
-            "cp": "each part of a sequence has a gradient of its own, and the reference has one for each data replica",
-            "ep": "experts' gradients are summed over fewer ranks than the others, and the reference has one set",
-        }
-        for axis, cause in causes.items():
-            degree = getattr(request, axis)
-            if self.compresses and degree > 1:
-                message = f"{where}={self.kind} with {axis}={degree}: {cause}"
-                problems.append(Problem(message, where, f"{where}=none or {axis}=1", kind="not_built"))
+        if self.compresses and request.ep > 1:
+            cause = "experts' gradients are summed over fewer ranks than the others, and the reference has one set"
+            message = f"{where}={self.kind} with ep={request.ep}: {cause}"
+            problems.append(Problem(message, where, f"{where}=none or ep=1", kind="not_built"))
         return problems
 
     def dtype(self, plan: Plan) -> str:
@@ -102,9 +97,7 @@ class HalfPrecision(Compression):
 
     def equivalence(self, plan: Plan) -> Equivalence:
         """Equal to a replay, up to the difference that the backend's order of rounding may cause."""
-        if plan.num_data_ranks == 1:
-            return super().equivalence(plan)
-        bound = plan.num_data_ranks * 2.0**-8
+        bound = plan.mesh.size("dp") * 2.0**-8
         detail = "gradients rounded to fp16 before they are summed over dp"
         return Equivalence("replay", detail, bound, floor=SMALLEST_NORMAL)
 
@@ -125,10 +118,10 @@ class PowerSGD(Compression):
 
     def check(self, request: Request) -> list[Problem]:
         problems = super().check(request)
-        if request.config.precision.name == "fp16" and request.num_data_ranks > 1:
+        if request.config.precision.name == "fp16" and request.dp > 1:
             message = "PowerSGD's error feedback is invalid after the fp16 loss scale changes"
             problems.insert(0, Problem(message, "strategy.data.compression", "precision=bf16", kind="undefined"))
-        if request.config.sdc.every and request.num_data_ranks > 1:
+        if request.config.sdc.every and request.dp > 1:
             message = "sdc.every repeats sums of gradients bit by bit, and PowerSGD's depend on earlier sums"
             fix = "sdc.every=0 or strategy.data.compression=fp16"
             problems.append(Problem(message, "sdc.every", fix, kind="not_built"))
@@ -161,8 +154,6 @@ class PowerSGD(Compression):
         return super().held_bytes(bucket, plan) + BYTES[self.dtype(plan)] * more
 
     def equivalence(self, plan: Plan) -> Equivalence:
-        if plan.num_data_ranks == 1:
-            return super().equivalence(plan)
         return Equivalence("replay", f"PowerSGD of rank {self.rank} with error feedback")
 
     def _factored(self, bucket: Parts, plan: Plan) -> list[tuple[int, int, int]]:
@@ -187,3 +178,8 @@ KINDS: dict[str, type[Compression]] = {cls.kind: cls for cls in (Compression, Ha
 def requested_compression(config: Config) -> Compression:
     """The compression that a configuration asks for."""
     return KINDS[CompressionKeys.of(config).compression].of(config)
+
+
+def used_compression(request: Request) -> Compression:
+    """The compression of gradients over dp: none where dp=1 sums nothing."""
+    return requested_compression(request.config) if request.dp > 1 else Compression()

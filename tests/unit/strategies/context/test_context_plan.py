@@ -61,8 +61,7 @@ def test_cp_takes_part_in_the_world():
             {"cp": 4, "tp": 4, "layout": "2d", KIND: "ulysses"},
             "heads=4 is not divisible by 2 parts (layout=2d) x 4 ranks",
         ),
-        ({"cp": 2, "strategy.data.kind": "local_sgd"}, "strategy.data.kind=local_sgd does not sum gradients"),
-        ({"cp": 2, "dp": 2, "strategy.data.compression": "fp16"}, "each part of a sequence has a gradient of its own"),
+        ({"cp": 2, "strategy.data.kind": "ps"}, "strategy.data.kind=ps does not sum gradients"),
     ],
 )
 def test_what_is_refused_says_why_and_what_to_type(changed, said):

@@ -1,0 +1,42 @@
+"""Sums of buckets of separate tensors, each as one flat tensor: of weights over dp, of gradients over cp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import Group, Mesh
+from parallelrun.training.loop.flat_tensors import flatten, unflatten
+
+
+@torch.no_grad()
+def sum_buckets(buckets: Sequence[Sequence[Tensor]], group: Group, purpose: str, divisor: int = 1) -> None:
+    """Replace each tensor by its sum over a group, divided by `divisor`; bitwise equal on all of its ranks.
+
+    Two buckets are pending at a time. Their flat copies are the only additional memory.
+    """
+    pending: list[tuple[Tensor, Sequence[Tensor], dist.Work]] = []
+    for tensors in buckets if group.size > 1 else ():
+        flat = flatten(tensors)
+        work = comm.all_reduce(flat, group, purpose, async_op=True)
+        assert work is not None, "a group of several ranks exchanges messages"
+        pending.append((flat, tensors, work))
+        if len(pending) == 2:
+            _finish(*pending.pop(0), divisor)
+    for exchange in pending:
+        _finish(*exchange, divisor)
+
+
+def sum_over_context(buckets: Sequence[Sequence[Tensor]], mesh: Mesh) -> None:
+    """Sum the gradients of buckets of weights over the ranks of a sequence, which then act as one worker."""
+    gradients = [[weight.grad for weight in weights if weight.grad is not None] for weights in buckets]
+    sum_buckets(gradients, mesh.group("cp"), "gradients")
+
+
+def _finish(flat: Tensor, tensors: Sequence[Tensor], work: dist.Work, divisor: int) -> None:
+    work.wait()
+    unflatten(flat.div_(divisor), tensors)
