@@ -32,7 +32,7 @@ class BlockSpec:
     one-dimensional tensor strategy saves; None where it was not measured. input_shape: of one sample, if it differs
     from block to block (images); None: the model's boundary_shape. backward: where the model describes it.
     saves_after_sum: of a user's module, whether backward needs a tensor that forward computes after its last
-    row-parallel layer or embedding; None: its layers tell.
+    row-parallel layer or embedding; None: its layers tell. follows: it is on the stage of the block before it.
     """
 
     name: str
@@ -46,6 +46,7 @@ class BlockSpec:
     convolution_flops: float = 0.0
     attention_flops: float = 0.0
     replicated_elements: float | None = None
+    follows: bool = False
 
     @cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:
