@@ -38,7 +38,7 @@ class Net(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        batch, seq = tokens.shape
+        _, seq = tokens.shape
         numbers = torch.arange(seq, device=tokens.device)
         x = start = self.drop(self.embed(tokens) + self.positions(numbers)) * 1.5
         mask = torch.ones(seq, seq, dtype=torch.bool, device=x.device).tril()
@@ -56,14 +56,12 @@ class Net(nn.Module):
                     x *= 0.9
         if self.twist == "skip":
             x = x + start
-        if self.twist == "normed twice":
-            x = self.norm(x)
+        if self.twist == "skip, in place":
+            x.add_(start)
         return self.head(self.norm(x))
 
 
-def build(
-    vocab: int, seq: int, hidden: int, layers: int = 2, tied: bool = False, twist: str = ""
-) -> nn.Module:  # fmt: skip
+def build(vocab: int, seq: int, hidden: int, layers: int = 2, tied: bool = False, twist: str = "") -> nn.Module:
     return Net(vocab, seq, hidden, layers, tied, twist)
 
 

@@ -68,6 +68,8 @@ def own_forward(config: Config, module: nn.Module) -> OwnForward | None:
     patterns, blocks = builder.cut(config, module)
     if not patterns:
         return None
+    if not blocks:
+        raise ConfigError(Problem("model.before needs model.blocks", "model.blocks", suggested_blocks(module)))
     where = builder.title(config)
     before = block_names(module, patterns, where, "model.before")
     cut = block_names(module, blocks, where)
@@ -91,12 +93,14 @@ def _others(module: nn.Module, names: Collection[str], at: str = "") -> Iterator
 def block_names(module: nn.Module, patterns: Sequence[str], where: str, key: str = "model.blocks") -> list[str]:
     """The modules that `patterns` of `key` name, in the order given (those of one pattern in the module's order).
 
-    A `*` stays within one level: `layers.*` is `layers.0`, not `layers.0.fc1`. Raises ConfigError.
+    A `*` stays within one level: `layers.*` is `layers.0`, not `layers.0.fc1`. A ModuleList stands for its items.
+    Raises ConfigError.
     """
     names = [name.split(".") for name, _ in module.named_modules() if name]
     matched: dict[str, None] = {}
     for pattern in patterns:
-        parts = pattern.split(".")
+        is_list = isinstance(dict(module.named_modules()).get(pattern), nn.ModuleList)
+        parts = [*pattern.split("."), *(["*"] if is_list else [])]
         hits = [
             x for x in names if len(x) == len(parts) and all(map(fnmatchcase, x, parts)) and ".".join(x) not in matched
         ]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallelrun.distributed import torch_private
 from parallelrun.models import documents as packed
 from parallelrun.models import dropout, recompute
 from parallelrun.models.documents import DocumentBounds
@@ -26,6 +27,7 @@ READS_VALUES = (
     "__array__", "__bool__", "__contains__", "__float__", "__index__", "__int__", "allclose", "equal", "is_nonzero",
     "item", "numpy", "tolist",
 )  # fmt: skip
+CHANGES = ("__iadd__", "__imul__", "__isub__", "__itruediv__", "__setitem__")
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,13 @@ class AbsentTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.__name__ in READS_VALUES:
-            raise undefined("a stage's forward reads values that only another stage has", "pp=1", "pp")
+        name = function.__name__
+        if name in READS_VALUES:
+            raise undefined("forward reads values that only another stage has", "pp=1", "pp")
+        if name in CHANGES or (name.endswith("_") and not name.endswith("__")):
+            if not isinstance(args[0], cls):
+                raise undefined("forward adds what only another stage has to a tensor, in place", "pp=1", "pp")
+            return args[0]
         return super().__torch_function__(function, types, args, kwargs)
 
 
@@ -84,7 +91,7 @@ class OwnForwardNetwork(Network):
         self.how = how
         self._order = self.block_names
         self._received: Tensor | None = None
-        self._result: list[Tensor] = []
+        self._result: list[tuple[Tensor, int]] = []  # of the last block, with the number of its changes
 
     def keep(self, blocks: Sequence[str]) -> Network:
         self._hold(blocks)
@@ -115,7 +122,9 @@ class OwnForwardNetwork(Network):
         with self._rounding(), dropout.scope(sample_ids), packed.scope(documents), suppress(_StageEnds):
             out = self.module(inputs)
         if not self._is_last:
-            out = self._result.pop() if self._result else None
+            out, changes = self._result.pop() if self._result else (None, 0)
+            if out is not None and torch_private.num_changes(out) > changes:
+                raise undefined(f"forward changes what {last} returns, in place", "x = x + ..., not x += ...", "pp")
         if out is None or self._received is not None:
             message = f"forward does not call {last} behind the modules in front of it, and in front of those behind it"
             raise undefined(message, "model.before with all that runs before the blocks")
@@ -153,7 +162,7 @@ class OwnForwardNetwork(Network):
 
     def _remember(self, block: nn.Module, inputs: Any, out: Any) -> None:
         """Forward hook of the last block of a stage."""
-        self._result[:] = [out]
+        self._result[:] = [(out, torch_private.num_changes(out))]
 
     def _recompute(self) -> None:
         """Make the blocks that may be computed again run as `recompute`, which a schedule may still change, says."""
