@@ -169,6 +169,7 @@ def _measure(
                 _full(name), MEASURED, specs, each * measure.flops(), each * measure.saved_elements(width),
                 saves_after_sum=measure.saved.after_sum, convolution_flops=each * measure.flops("conv"),
                 attention_flops=each * measure.flops("bmm", "attention"), follows=bool(how) and name in how.followers,
+                num_outputs=measure.num_outputs,
             )
         )  # fmt: skip
     followers = how.followers if how else frozenset()
@@ -235,7 +236,7 @@ def _layers(module: nn.Module, block: str, listed: set[int], input_gradients: Ma
         parameters, tied = [], None
         for key, parameter in part.named_parameters(recurse=False):
             if id(parameter) in listed:
-                tied = first[id(parameter)]
+                tied = tied or first[id(parameter)]
                 continue
             listed.add(id(parameter))
             frozen = not parameter.requires_grad

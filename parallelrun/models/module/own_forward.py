@@ -68,17 +68,21 @@ class _StageEnds(Exception):
 
 
 class StandIn(nn.Module):
-    """In place of a module that another stage runs. It has the plain attributes that a forward may read."""
+    """In place of a module that another stage runs: it returns `answer(name)`. Other attributes are the module's; the
+    tensors and modules among them are absent too."""
 
-    def __init__(self, source: nn.Module, answer: Callable[[], Tensor]):
+    def __init__(self, source: nn.Module, name: str, answer: Callable[[str], Any]):
         super().__init__()
-        self.answer = answer
-        for name, value in vars(source).items():
-            if not name.startswith("_") and name not in self.__dict__ and not callable(value):
-                self.__dict__[name] = value
+        self.__dict__.update(source=source, name=name, answer=answer)  # a submodule's weights would be this stage's
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:
-        return self.answer()
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["source"], name)
+        if isinstance(value, nn.Module):
+            return StandIn(value, f"{self.name}.{name}", self.answer)
+        return absent(value.shape, value) if isinstance(value, Tensor) else value
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.answer(self.name)
 
 
 class OwnForwardNetwork(Network):
@@ -148,21 +152,23 @@ class OwnForwardNetwork(Network):
             names.update(f"{ROOT}.{name}" for name in self.how.before)
         self.module = _with_stand_ins(self.module, {name.removeprefix(f"{ROOT}.") for name in names}, self._answer)
 
-    def _answer(self, name: str) -> Tensor:
+    def _answer(self, name: str) -> Any:
         """What the absent module `name` returns."""
         order, full = self._order, f"{ROOT}.{name}"
         if full in order[order.index(self.block_names[-1]) + 1 :]:
             raise _StageEnds
-        if full != order[order.index(self.block_names[0]) - 1]:
-            return self._absent
-        received, self._received = self._received, None
-        if received is None:
-            raise undefined(f"forward calls {name} twice, and a stage is run through once", "pp=1", "pp")
-        return received
+        result: Tensor | None = self._absent
+        if full == order[order.index(self.block_names[0]) - 1]:
+            result, self._received = self._received, None
+            if result is None:
+                raise undefined(f"forward calls {name} twice, and a stage is run through once", "pp=1", "pp")
+        others = self.spec.block(full).num_outputs - 1 if full in order else -1
+        return (result, *(self._absent,) * others) if others >= 0 else result
 
     def _remember(self, block: nn.Module, inputs: Any, out: Any) -> None:
         """Forward hook of the last block of a stage."""
-        self._result[:] = [(out, torch_private.num_changes(out))]
+        x = logits_of(out)
+        self._result[:] = [(x, torch_private.num_changes(x))]
 
     def _recompute(self) -> None:
         """Make the blocks that may be computed again run as `recompute`, which a schedule may still change, says."""
@@ -182,7 +188,7 @@ class OwnForwardNetwork(Network):
 
 
 def _with_stand_ins(
-    module: nn.Module, names: Collection[str], answer: Callable[[str], Tensor], at: str = ""
+    module: nn.Module, names: Collection[str], answer: Callable[[str], Any], at: str = ""
 ) -> nn.Module:
     """A copy of `module` that shares all but the modules on the way to those of `names`, which return
     `answer(name)`."""
@@ -193,7 +199,7 @@ def _with_stand_ins(
     for name, child in module._modules.items():
         path = f"{at}{name}"
         if child is not None and path in names:
-            clone._modules[name] = StandIn(child, partial(answer, path))
+            clone._modules[name] = StandIn(child, path, answer)
         elif child is not None:
             below = {other for other in names if other.startswith(f"{path}.")}
             clone._modules[name] = _with_stand_ins(child, below, answer, f"{path}.")
