@@ -36,7 +36,7 @@ def check_chain(config: Config, vocab: int, names: list[str], kind: str, shape: 
     if expected.shape != chained.shape or not torch.allclose(expected, chained, rtol=1e-4, atol=1e-5):
         title = source.builder_of(config).title(config)
         message = f"the blocks {', '.join(names)}, one after the other, do not compute what {title} computes"
-        raise undefined(message, "every module of forward, in order")
+        raise undefined(message, f"every module of forward, in order, or {network.suggested_blocks(module)}")
 
 
 def check_cuts(config: Config, spec: ModelSpec, device: str) -> None:
@@ -116,7 +116,7 @@ def check_useful_cut(module: nn.Module, names: Sequence[str]) -> None:
         if inner_list and sum(parameter.numel() for parameter in block.parameters()) > USELESS * total:
             path = f"{name}.{inner}"
             message = f"block {name} holds the {len(inner_list)} layers of {path}: one stage would compute nearly all"
-            raise undefined(message, f"model.blocks with {path}.* and what is around it")
+            raise undefined(message, network.suggested_blocks(module))
 
 
 def divide(part: nn.Module, tp: int) -> bool:

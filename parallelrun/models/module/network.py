@@ -111,10 +111,28 @@ def block_names(module: nn.Module, patterns: Sequence[str], where: str, key: str
     return list(matched)
 
 
+def likely_cut(module: nn.Module) -> tuple[list[str], list[str]]:
+    """`model.before` and `model.blocks` of most modules: those with parameters that are made before the largest
+    ModuleList, and that; two empty lists without one."""
+    sizes = {
+        name: sum(parameter.numel() for parameter in part.parameters())
+        for name, part in module.named_modules()
+        if isinstance(part, nn.ModuleList) and len(part) > 1
+    }
+    if not sizes:
+        return [], []
+    largest, order = max(sizes, key=lambda name: sizes[name]), [name for name, _ in module.named_modules()]
+    others = _others(module, {largest})
+    return [name for name in others if order.index(name) < order.index(largest)], [largest]
+
+
 def suggested_blocks(module: nn.Module) -> str:
-    """`model.blocks=[...]` with the module's children in order; of lists of modules, their items."""
+    """The keys of the likely cut; else `model.blocks=[...]` with the module's children, of a Sequential its items."""
+    before, blocks = likely_cut(module)
+    if before:
+        return shlex.join([f"model.before=[{','.join(before)}]", f"model.blocks=[{blocks[0]}]"])
     names = [
-        f"{name}.*" if isinstance(part, (nn.ModuleList, nn.Sequential)) else name
+        f"{name}.*" if isinstance(part, nn.Sequential) else name
         for name, part in module.named_children()
         if any(True for _ in part.parameters())
     ]

@@ -187,9 +187,7 @@ class OwnForwardNetwork(Network):
         return recompute.run(run, hidden, dropout.current_sample_ids(), self.recompute)
 
 
-def _with_stand_ins(
-    module: nn.Module, names: Collection[str], answer: Callable[[str], Any], at: str = ""
-) -> nn.Module:
+def _with_stand_ins(module: nn.Module, names: Collection[str], answer: Callable[[str], Any], at: str = "") -> nn.Module:
     """A copy of `module` that shares all but the modules on the way to those of `names`, which return
     `answer(name)`."""
     if not names:
