@@ -54,7 +54,7 @@ class AbsentTensor(Tensor):
             if not isinstance(args[0], cls):
                 raise undefined("forward adds what only another stage has to a tensor, in place", "pp=1", "pp")
             return args[0]
-        return super().__torch_function__(function, types, args, kwargs)
+        return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 def absent(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -135,7 +135,8 @@ class OwnForwardNetwork(Network):
         if isinstance(out, AbsentTensor):
             message = f"{last} or what runs before it reads more of earlier stages, or of the inputs, than one tensor"
             raise undefined(f"forward cannot be cut: {message}", "pp=1", "pp")
-        return logits_of(out)
+        result: Tensor = logits_of(out)
+        return result
 
     @property
     def _is_first(self) -> bool:
