@@ -168,7 +168,8 @@ def _measure(
             BlockSpec(
                 _full(name), MEASURED, specs, each * measure.flops(), each * measure.saved_elements(width),
                 saves_after_sum=measure.saved.after_sum, convolution_flops=each * measure.flops("conv"),
-                attention_flops=each * measure.flops("bmm", "attention"), follows=how is not None and name in how.followers,
+                attention_flops=each * measure.flops("bmm", "attention"),
+                follows=how is not None and name in how.followers,
                 num_outputs=measure.num_outputs,
             )
         )  # fmt: skip
