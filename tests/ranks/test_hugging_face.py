@@ -123,7 +123,18 @@ def test_the_predicted_peak_is_within_ten_percent_of_what_was_alive(cell: str) -
 
 
 @pytest.mark.parametrize(
-    "family, plan", [("gpt2", "tp"), ("llama", "tp"), ("mixtral", "ep"), ("t5", "zero1"), ("vit", "ep")]
+    "family, plan",
+    [
+        ("gpt2", "tp"),
+        ("llama", "tp"),
+        ("mixtral", "ep"),
+        ("t5", "zero1"),
+        ("vit", "ep"),
+        ("bert", "pp"),
+        ("falcon", "pp"),
+        ("vit", "pp"),
+        ("opt", "pp"),
+    ],
 )
 def test_the_table_of_the_docs_says_what_training_says(family: str, plan: str) -> None:
     heads, *rows = (line.split() for line in table.table_in(table.PAGE.read_text()).splitlines())
