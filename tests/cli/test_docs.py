@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from parallelrun.planner.resolve import shorthands
 from tests import hugging_face_families, other_runners
 from tests.cli.test_plugin import ENTRY_POINTS, PLUGIN, install
 from tests.extras import needs
+from tests.unit import other_nets
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -91,6 +93,8 @@ def own_files(tmp_path: Path, monkeypatch) -> Iterator[None]:
     shutil.copytree(PLUGIN / "conf", tmp_path / "conf")
     registry._plug_ins.cache_clear()
     other_runners.write(tmp_path)
+    for name in ("torchvision", "torchvision.models"):  # whose networks these are like
+        monkeypatch.setitem(sys.modules, name, other_nets)
     for page in PAGES:
         for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), re.DOTALL):
             (tmp_path / name).write_text(text)

@@ -11,10 +11,12 @@ from tests.mutants import MODULES
 from tests.parity import assert_equal, parity
 from tests.plans import llama
 from tests.ranks import test_context_attention as context
+from tests.ranks import test_staged_modules as staged
 from tests.ranks.test_data_experts import ALL, FSDP, HALF, MOE, THREE, ZERO1, ZERO2
 from tests.ranks.test_finetuning import LORA, MODULE
 from tests.ranks.test_grid_parity import BASE, CUBE, DEEP, DROPS, ONE_LAYER, SQUARE, form
 from tests.ranks.test_latent_parity import LATENT
+from tests.ranks.test_other_modules import Arguments
 
 Overrides = dict[str, Any]
 COMMON: Overrides = {
@@ -27,6 +29,7 @@ BOTH = {**COMMON, "dp": 2, "tp": 2}
 SEQUENCE = {**TP, "strategy.tensor.sequence_parallel": True}
 DATA_FSDP = {**DP, **FSDP}
 RING = {"dp": 2, "tp": 2, "strategy.data.kind": "ring"}  # even shards: a crash would prove nothing
+STAGED = {**staged.MODULE, "pp": 2}
 ROUTED = {
     "tp": 2, "model.layers": 1, "model.experts": 4, "model.expert_period": 1, "model.router.kind": "gshard",
     "model.router.top_k": 2, "model.router.aux_coefficient": 0.3,
@@ -46,6 +49,9 @@ PLANTED: list[tuple[str, Overrides]] = [
     ("input_gradient_not_reduced", TP),
     ("skipped_block", PP),
     ("untied_embedding", PP),
+    ("untied_embedding", {**STAGED, "model.arguments": Arguments(tied=True)}),
+    ("received_at_the_embedding", STAGED),
+    ("sent_from_the_next_block", {**STAGED, "model.arguments": Arguments(twist="between blocks")}),
     ("bias_added_by_every_rank", TP),
     ("norm_counts_replicas", TP),
     ("label_smoothing_by_shard", TP),

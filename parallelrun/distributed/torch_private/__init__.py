@@ -47,6 +47,7 @@ from parallelrun.distributed.torch_private.tensors import (
     has_grouped_product,
     multiply,
     norms,
+    num_changes,
     silu_backward,
 )
 from parallelrun.distributed.torch_private.timing import import_profiler, in_stream, phase, timed, timed_waits

@@ -19,6 +19,11 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(tensors)) if tensors else []
 
 
+def num_changes(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place, which autograd counts and tells nobody."""
+    return tensor._version
+
+
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy many tensors with one call from Python."""
     if targets:

@@ -16,7 +16,7 @@ from parallelrun.base.user_functions import failed
 from parallelrun.base.wording import closest
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.hf import text_inputs
-from parallelrun.models.module.own_forward import OwnForward
+from parallelrun.models.module import network
 from parallelrun.models.module.source import unfit
 from parallelrun.models.moe import own_experts
 from parallelrun.planner.model.model_spec.text import HALVES, LABELLED, TextSamples
@@ -165,22 +165,19 @@ def _give_experts(config: Config, name: str, part: nn.Module, roles: dict[str, s
         raise ConfigError(Problem(message, "ep", "ep=1 strategy=fsdp", kind="not_built"))
 
 
-def own_forward(config: Config, module: nn.Module) -> OwnForward | None:
-    """Return how the class's own plan (`_pp_plan`) cuts its forward; None if it has no plan."""
+def cut(config: Config, module: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the modules before the blocks, and the blocks: `model.before` and `model.blocks`, else those of the
+    class's own plan (`_pp_plan`). Classes without a plan are cut in the likely place if there are stages."""
     base: Any = module.base_model
     plan = getattr(base.config, "base_model_pp_plan", None)
+    if config.model.before or config.model.blocks:
+        return config.model.before, config.model.blocks
     if not plan or base is module or _output_layer(module) is None:
-        return None
+        return network.likely_cut(module) if (config.pp or 1) > 1 else ([], [])
+    names = list(plan)
+    layers = next(name for name in names if isinstance(getattr(base, name), nn.ModuleList))
     prefix = str(module.base_model_prefix)
-    blocks: list[str] = []
-    before: list[str] = []
-    for name in plan:
-        part = getattr(base, name)
-        parts = [f"{name}.{index}" for index in range(len(part))] if isinstance(part, nn.ModuleList) else [name]
-        has_weights = any(True for _ in part.parameters())
-        (blocks if has_weights else before).extend(f"{prefix}.{path}" for path in parts)
-    output = next(name for name, part in module.named_modules() if part is _output_layer(module))
-    return OwnForward((*blocks, output), tuple(before), prefix)
+    return [f"{prefix}.{name}" for name in names[: names.index(layers)]], [f"{prefix}.{layers}"]
 
 
 def task_of(config: Config, vocab: int) -> str:

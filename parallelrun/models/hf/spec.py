@@ -16,7 +16,7 @@ class HuggingFaceDefinition(ModelDefinition):
     """See the package's docstring."""
 
     own_keys = frozenset({"path", "hf", "task", "roles", "vocab", "seq", "label_smoothing", "norm_samples",
-                          "mask_token", "lora"})  # fmt: skip
+                          "mask_token", "lora", "before", "blocks"})  # fmt: skip
 
     their_prefix = "module."
 

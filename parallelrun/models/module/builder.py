@@ -7,7 +7,6 @@ from torch import nn
 from parallelrun.base import user_functions
 from parallelrun.base.errors import ConfigError, Problem, with_article
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.models.module.own_forward import OwnForward
 
 KEY = "model.source"  # of messages
 VOCAB_FIX = "take vocab as an argument of the function"
@@ -40,6 +39,6 @@ def title(config: Config) -> str:
     return str(config.model.source)
 
 
-def own_forward(config: Config, module: nn.Module) -> OwnForward | None:
-    """Return None: blocks of a user's module are called one after the other."""
-    return None
+def cut(config: Config, module: nn.Module) -> tuple[list[str], list[str]]:
+    """Return patterns of the modules before the blocks, if forward is no chain of the blocks, and of the blocks."""
+    return config.model.before, config.model.blocks

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
 
 import torch
 from torch import nn
 
+from parallelrun.base import user_code
+from parallelrun.base.errors import ConfigError
 from parallelrun.base.registry import has
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models import layers
 from parallelrun.models.module import network, source
 from parallelrun.models.module.outputs import call, undefined
-from parallelrun.models.module.own_forward import network_of
+from parallelrun.models.module.own_forward import OwnForwardNetwork
 from parallelrun.planner.contract.classes import tensor_strategy
 from parallelrun.planner.model.model_spec import ModelSpec
 
@@ -32,24 +36,34 @@ def check_chain(config: Config, vocab: int, names: list[str], kind: str, shape: 
     if expected.shape != chained.shape or not torch.allclose(expected, chained, rtol=1e-4, atol=1e-5):
         title = source.builder_of(config).title(config)
         message = f"the blocks {', '.join(names)}, one after the other, do not compute what {title} computes"
-        raise undefined(message, "every module of forward, in order")
+        raise undefined(message, f"every module of forward, in order, or {network.suggested_blocks(module)}")
 
 
-def check_cuts(config: Config, spec: ModelSpec) -> None:
-    """Raise ConfigError unless two stages on the module's own forward, cut anywhere, compute what it computes."""
-    with torch.device("cpu"), torch.no_grad():
+def check_cuts(config: Config, spec: ModelSpec, device: str) -> None:
+    """Raise ConfigError unless stages on the module's own forward compute what it computes: on the CPU by their
+    results, on meta by what they call and read. They are cut at the first, a middle and the last possible place."""
+    title = f"{source.builder_of(config).title(config)} cannot be cut into stages"
+    with torch.device(device), torch.no_grad():
         module = source.build(config, spec.vocab).eval()
-        how = source.builder_of(config).own_forward(config, module)
-        x = (torch.arange(2 * spec.seq).view(2, -1) * 7 + 3) % spec.vocab
+        how = network.own_forward(config, module)
+        assert how is not None
+        x = torch.arange(2 * prod(spec.sample_shape)).view(2, *spec.sample_shape) * 7 + 3
+        x = x % spec.vocab if spec.kind == "tokens" else x.float().sin()
         expected = module(x)
         names = [block.name for block in spec.blocks]
-        for cut in {1, len(names) // 2, len(names) - 1}:
-            first, last = network_of(spec, nn.Identity(), module, how).split([names[:cut], names[cut:]])
-            actual = last(first(x))
-            if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=1e-4, atol=1e-5):
-                title = source.builder_of(config).title(config)
-                message = f"{title} cannot be cut before {names[cut]}: stages on its own forward compute something else"
-                raise undefined(message, "pp=1", "pp")
+        cuts = [number for number, block in enumerate(spec.blocks) if number and not block.follows]
+        ends = [0, *sorted({cuts[0], cuts[len(cuts) // 2], cuts[-1]}), len(names)]
+        parts = [names[start:end] for start, end in pairwise(ends)]
+        actual = x
+        try:
+            for stage in OwnForwardNetwork(spec, nn.Identity(), module, how).split(parts):
+                actual = stage(actual)
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
+            raise undefined(f"{title}: {user_code.reason(error)}", "pp=1", "pp") from error
+    if device == "cpu" and (expected.shape != actual.shape or not torch.allclose(expected, actual, 1e-4, 1e-5)):
+        raise undefined(f"{title}: on its own forward they compute something else", "pp=1", "pp")
 
 
 def check_split(device: str, config: Config, vocab: int, kind: str, shape: Sizes) -> None:
@@ -102,7 +116,7 @@ def check_useful_cut(module: nn.Module, names: Sequence[str]) -> None:
         if inner_list and sum(parameter.numel() for parameter in block.parameters()) > USELESS * total:
             path = f"{name}.{inner}"
             message = f"block {name} holds the {len(inner_list)} layers of {path}: one stage would compute nearly all"
-            raise undefined(message, f"model.blocks with {path}.* and what is around it")
+            raise undefined(message, network.suggested_blocks(module))
 
 
 def divide(part: nn.Module, tp: int) -> bool:

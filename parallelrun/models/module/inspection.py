@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -20,7 +21,7 @@ from parallelrun.models import layers
 from parallelrun.models.module import checks, lora, network, samples, slices, source
 from parallelrun.models.module.measuring import BlockMeasure
 from parallelrun.models.module.outputs import call, undefined
-from parallelrun.models.module.own_forward import ROOT
+from parallelrun.models.module.own_forward import ROOT, OwnForward
 from parallelrun.models.module.own_loss import LossBatch
 from parallelrun.models.moe import own_experts
 from parallelrun.planner.contract.classes import tensor_strategy
@@ -62,16 +63,16 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     patterns, where = config.model.blocks, builder.title(config)
     with torch.device(device or "meta"):
         module = source.build(config, vocab)
-        how = builder.own_forward(config, module)
+        how = network.own_forward(config, module)
         if (config.pp or 1) > 1 and not patterns and not how:
             message = f"pp={config.pp} cuts between blocks, and model.blocks names none of {where}"
             raise undefined(message, network.suggested_blocks(module))
         source.apply_roles(module, config, torch.float32)
     module.eval()
-    names = list(how.blocks) if how else _block_names(config, module, where)
+    names = [*how.names] if how else _block_names(config, module, where)
     kind, shape = samples.kind_and_shape(config, module)
     experts, choices = own_experts.watched(module)
-    blocks, boundary, output = _computed(device, config, vocab, module, names, chained=not how)
+    blocks, boundary, output = _computed(device, config, vocab, module, names, how)
     is_small = sum(block.num_parameters for block in blocks) <= CHECKED_PARAMETERS
     if patterns and is_small and not how:
         checks.check_chain(config, vocab, names, kind, shape)
@@ -99,23 +100,23 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
         experts=experts,
         router=own_experts.router_spec(choices),
     )
-    if how and is_small:
-        checks.check_cuts(config, spec)
+    if how and (device or is_small):
+        checks.check_cuts(config, spec, "cpu" if is_small else device)
     return spec
 
 
 def _computed(
-    device: str, config: Config, vocab: int, module: nn.Module, names: list[str], chained: bool
+    device: str, config: Config, vocab: int, module: nn.Module, names: list[str], how: OwnForward | None
 ) -> tuple[tuple[BlockSpec, ...], Sizes, Sizes]:
     """(blocks, boundary shape, output shape), measured on `device`, or estimated without one."""
     kind, shape = samples.kind_and_shape(config, module)
     width = BYTES[TABLE[config.precision.name].compute]
     if device:
         batch = samples.example(config, kind, shape, device)
-        blocks, boundary, output = _measure(module, names, batch, width, chained)
+        blocks, boundary, output = _measure(module, names, batch, width, how)
         if config.tp != 1 and not config.model.loss:
             halved = source.build_with_roles(config, vocab, device).eval()
-            blocks = _with_replicated(blocks, halved, names, batch, width, chained)
+            blocks = _with_replicated(blocks, halved, names, batch, width, how)
     else:
         blocks, boundary, output = _estimate(module, names, kind, shape, vocab)
     if config.model.loss:
@@ -146,17 +147,17 @@ def _check_output(builder: Any, where: str, output: Sizes, vocab: int) -> None:
 
 
 def _measure(
-    module: nn.Module, names: list[str], batch: Any, width: int, chained: bool
+    module: nn.Module, names: list[str], batch: Any, width: int, how: OwnForward | None
 ) -> tuple[tuple[BlockSpec, ...], Sizes, Sizes]:
     """(blocks with FLOPs and saved elements of `width` bytes, boundary shape, output shape), all of one sample.
 
-    chained: the blocks are called one after the other; else by the module's own forward.
+    how: the blocks are called by the module's own forward; None: one after the other.
     """
     network.let_gradients_through(module)  # plans that need it keep the most activations
     measured = {name: BlockMeasure(module.get_submodule(name), batch) for name in names}
     with torch_private.fused_on_meta():
         x = batch
-        for name in names if chained else [""]:
+        for name in [""] if how else names:
             x = call(name or "module", module.get_submodule(name), x)
     listed: set[int] = set()
     blocks = []
@@ -168,22 +169,31 @@ def _measure(
                 _full(name), MEASURED, specs, each * measure.flops(), each * measure.saved_elements(width),
                 saves_after_sum=measure.saved.after_sum, convolution_flops=each * measure.flops("conv"),
                 attention_flops=each * measure.flops("bmm", "attention"),
+                follows=how is not None and name in how.followers,
+                num_outputs=measure.num_outputs,
             )
         )  # fmt: skip
-    boundaries = [measure.shape for measure in measured.values()]
-    for name, boundary in zip(names[:-1], boundaries):
-        if boundary != boundaries[0] or not boundary:
-            first = f"block {names[0]} gives {boundaries[0]}"
-            raise undefined(f"block {name} gives {boundary} per sample, {first}: stages pass one shape")
+    followers = how.followers if how else frozenset()
+    sent = {name: measured[name].shape for name, later in pairwise(names) if later not in followers}
+    first, shape = next(iter(sent.items()), (names[0], measured[names[0]].shape))
+    for name, boundary in sent.items():
+        if boundary != shape or not boundary:
+            given = f"block {first} gives {shape}"
+            raise undefined(f"block {name} gives {boundary} per sample, {given}: stages pass one shape")
     missing = [name for name, parameter in module.named_parameters() if id(parameter) not in listed]
     if missing:
         message = f"parameter {missing[0]} belongs to none of the blocks {', '.join(names)}"
         raise undefined(message, network.suggested_blocks(module))
-    return tuple(blocks), boundaries[0], tuple(x.shape)
+    return tuple(blocks), shape, tuple(x.shape)
 
 
 def _with_replicated(
-    blocks: tuple[BlockSpec, ...], halved: nn.Module, names: list[str], batch: Tensor, width: int, chained: bool
+    blocks: tuple[BlockSpec, ...],
+    halved: nn.Module,
+    names: list[str],
+    batch: Tensor,
+    width: int,
+    how: OwnForward | None,
 ) -> tuple[BlockSpec, ...]:
     """`blocks` with the elements that every tensor-parallel rank saves, by a measurement of `halved`, the whole module,
     as one of two ranks has it; without them if it cannot be split so."""
@@ -191,7 +201,7 @@ def _with_replicated(
     if not roles & set(checks.SPLIT_ROLES) or not all(checks.divide(part, 2) for part in halved.modules()):
         return blocks
     try:
-        halves, _, _ = _measure(halved, names, batch, width, chained)
+        halves, _, _ = _measure(halved, names, batch, width, how)
     except ConfigError:
         return blocks
     saved = [(block.saved_elements or 0.0, half.saved_elements or 0.0) for block, half in zip(blocks, halves)]
@@ -227,7 +237,7 @@ def _layers(module: nn.Module, block: str, listed: set[int], input_gradients: Ma
         parameters, tied = [], None
         for key, parameter in part.named_parameters(recurse=False):
             if id(parameter) in listed:
-                tied = first[id(parameter)]
+                tied = tied or first[id(parameter)]
                 continue
             listed.add(id(parameter))
             frozen = not parameter.requires_grad

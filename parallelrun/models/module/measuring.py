@@ -58,13 +58,15 @@ class Saved:
 
 
 class BlockMeasure:
-    """Counts FLOPs and saved tensors of one block, whenever it is called. shape: of its output, per sample."""
+    """Counts FLOPs and saved tensors of one block, whenever it is called. shape: of its output, per sample;
+    num_outputs: see `BlockSpec`."""
 
     def __init__(self, block: nn.Module, batch: Any):
         self._block, self._batch = block, batch
         self._counter = FlopCounterMode(display=False)
         self.saved = Saved()
         self.shape: tuple[int, ...] = ()
+        self.num_outputs = 0
         self._stack = ExitStack()
         hooks = [part.register_forward_hook(self.saved.called, prepend=True) for part in block.modules()]
         hooks.append(block.register_forward_pre_hook(self._enter, prepend=True))
@@ -91,6 +93,7 @@ class BlockMeasure:
 
     def _leave(self, block: nn.Module, inputs: Any, out: Any) -> None:
         self._stack.close()
+        self.num_outputs = len(out) if isinstance(out, tuple) else 0
         out = logits_of(out)
         self.shape = tuple(out.shape[1:]) if isinstance(out, Tensor) else ()
         for hook in self._hooks:

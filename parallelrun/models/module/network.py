@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,7 +18,7 @@ from parallelrun.models import layers
 from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.module import source
 from parallelrun.models.module.double import stay_double
-from parallelrun.models.module.own_forward import ROOT, network_of
+from parallelrun.models.module.own_forward import ROOT, OwnForward, OwnForwardNetwork
 from parallelrun.models.module.own_loss import OwnLoss
 from parallelrun.models.network import Network, allocate, store
 from parallelrun.models.rounding import rounded
@@ -39,12 +39,11 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
     for part in module.modules():
         _compute_in(part, dtype)
     loss = OwnLoss() if config.model.loss else layers.TokenLoss(config.model.label_smoothing)
-    how = source.builder_of(config).own_forward(config, module)
+    how = own_forward(config, module)
     if dtype == torch.float64:
-        called = ["", how.inner] if how else block_names(module, config.model.blocks, "") or [""]
-        stay_double(module, called)
+        stay_double(module, [""] if how else block_names(module, config.model.blocks, "") or [""])
     if how:
-        network = network_of(spec, loss, module, how)
+        network: Network = OwnForwardNetwork(spec, loss, module, how)
     else:
         network = Network(spec, loss)
         network.module, network.takes_batch = module, spec.own_loss
@@ -65,29 +64,77 @@ def own_values(config: Config, vocab: int) -> dict[str, Tensor]:
     return {f"{ROOT}.{name}": parameter.detach() for name, parameter in module.named_parameters()}
 
 
-def block_names(module: nn.Module, patterns: Sequence[str], where: str) -> list[str]:
-    """The modules that `patterns` name, in the order given (those of one pattern in the module's order).
+def own_forward(config: Config, module: nn.Module) -> OwnForward | None:
+    """How the module's own forward is divided; None if forward is a chain of `model.blocks`. Raises ConfigError."""
+    builder = source.builder_of(config)
+    patterns, blocks = builder.cut(config, module)
+    if not patterns:
+        return None
+    if not blocks:
+        raise ConfigError(Problem("model.before needs model.blocks", "model.blocks", suggested_blocks(module)))
+    where = builder.title(config)
+    before = block_names(module, patterns, where, "model.before")
+    cut = block_names(module, blocks, where)
+    after = [*_others(module, {*before, *cut})]
+    names = [name for name in before if any(True for _ in module.get_submodule(name).parameters())]
+    # A stage sends what its last block returns: what the first block gets may be returned by no module.
+    followers = [*names, cut[0]][1:] + after[1:]
+    return OwnForward((*names, *cut, *after), tuple(before), frozenset(followers))
 
-    A `*` stays within one level: `layers.*` is `layers.0`, not `layers.0.fc1`. Raises ConfigError.
+
+def _others(module: nn.Module, names: Collection[str], at: str = "") -> Iterator[str]:
+    """The outermost modules with parameters that are in none of `names`, and in which none of them is."""
+    for name, part in module.named_children():
+        path = f"{at}{name}"
+        if any(other.startswith(f"{path}.") for other in names):
+            yield from _others(part, names, f"{path}.")
+        elif path not in names and any(True for _ in part.parameters()):
+            yield path
+
+
+def block_names(module: nn.Module, patterns: Sequence[str], where: str, key: str = "model.blocks") -> list[str]:
+    """The modules that `patterns` of `key` name, in the order given (those of one pattern in the module's order).
+
+    A `*` stays within one level: `layers.*` is `layers.0`, not `layers.0.fc1`. A ModuleList stands for its items.
+    Raises ConfigError.
     """
     names = [name.split(".") for name, _ in module.named_modules() if name]
     matched: dict[str, None] = {}
     for pattern in patterns:
-        parts = pattern.split(".")
+        is_list = isinstance(dict(module.named_modules()).get(pattern), nn.ModuleList)
+        parts = [*pattern.split("."), *(["*"] if is_list else [])]
         hits = [
             x for x in names if len(x) == len(parts) and all(map(fnmatchcase, x, parts)) and ".".join(x) not in matched
         ]
         if not hits:
-            message = f"model.blocks: no module of {where} is called {pattern!r}"
-            raise ConfigError(Problem(message, "model.blocks", suggested_blocks(module)))
+            message = f"{key}: no module of {where} is called {pattern!r}"
+            raise ConfigError(Problem(message, key, suggested_blocks(module)))
         matched |= dict.fromkeys(map(".".join, hits))
     return list(matched)
 
 
+def likely_cut(module: nn.Module) -> tuple[list[str], list[str]]:
+    """`model.before` and `model.blocks` of most modules: those with parameters that are made before the largest
+    ModuleList, and that; two empty lists without one."""
+    sizes = {
+        name: sum(parameter.numel() for parameter in part.parameters())
+        for name, part in module.named_modules()
+        if isinstance(part, nn.ModuleList) and len(part) > 1
+    }
+    if not sizes:
+        return [], []
+    largest, order = max(sizes, key=lambda name: sizes[name]), [name for name, _ in module.named_modules()]
+    others = _others(module, {largest})
+    return [name for name in others if order.index(name) < order.index(largest)], [largest]
+
+
 def suggested_blocks(module: nn.Module) -> str:
-    """`model.blocks=[...]` with the module's children in order; of lists of modules, their items."""
+    """The keys of the likely cut; else `model.blocks=[...]` with the module's children, of a Sequential its items."""
+    before, blocks = likely_cut(module)
+    if before:
+        return shlex.join([f"model.before=[{','.join(before)}]", f"model.blocks=[{blocks[0]}]"])
     names = [
-        f"{name}.*" if isinstance(part, (nn.ModuleList, nn.Sequential)) else name
+        f"{name}.*" if isinstance(part, nn.Sequential) else name
         for name, part in module.named_children()
         if any(True for _ in part.parameters())
     ]

@@ -1,64 +1,103 @@
-"""A module whose stages run its own forward: absent blocks pass their input on, and masks, positions and tables that
-the forward makes are made again by every stage."""
+"""A module whose stages run its own forward: absent blocks are replaced, and masks, positions and tables that the
+forward makes are made again by every stage."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from parallelrun.distributed import torch_private
 from parallelrun.models import documents as packed
 from parallelrun.models import dropout, recompute
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.module.double import StayDouble
-from parallelrun.models.module.outputs import logits_of
+from parallelrun.models.module.outputs import logits_of, undefined
 from parallelrun.models.network import Network
 from parallelrun.planner.model.model_spec import ModelSpec
 
 ROOT = "module"  # the name of the user's module in the network
+READS_VALUES = (
+    "__array__", "__bool__", "__contains__", "__float__", "__index__", "__int__", "allclose", "equal", "is_nonzero",
+    "item", "numpy", "tolist",
+)  # fmt: skip
+CHANGES = ("__iadd__", "__imul__", "__isub__", "__itruediv__", "__setitem__")
 
 
 @dataclass(frozen=True)
 class OwnForward:
-    """How a module's forward is run in parts. blocks: names of modules, in the order of forward; before: modules
-    without parameters that only the first stage runs; inner: the module that maps a batch to the last block's output
-    before the output layer; embeddings: the argument that takes the place of the token ids."""
+    """How a module's forward is divided, by names of its modules. names: those with parameters, in the order of
+    forward: before the blocks, the blocks, and behind them; before: those that only the first stage runs, with
+    parameters or without; followers: those of `names` at which no stage begins."""
 
-    blocks: tuple[str, ...]
-    before: tuple[str, ...] = ()
-    inner: str = ""
-    embeddings: str = "inputs_embeds"
+    names: tuple[str, ...]
+    before: tuple[str, ...]
+    followers: frozenset[str]
 
 
-class PassOn(nn.Module):
-    """Stands for an absent block: returns its first argument. It has the plain attributes that a forward may read."""
+class AbsentTensor(Tensor):
+    """What another stage has computed, or reads: it has a shape, and no values. What a stage computes from it is
+    absent too, so that it cannot pass for a result."""
 
-    def __init__(self, source: nn.Module):
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.__name__
+        if name in READS_VALUES:
+            raise undefined("forward reads values that only another stage has", "pp=1", "pp")
+        if name in CHANGES or (name.endswith("_") and not name.endswith("__")):
+            if not isinstance(args[0], cls):
+                raise undefined("forward adds what only another stage has to a tensor, in place", "pp=1", "pp")
+            return args[0]
+        return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def absent(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an absent tensor on the device of `like`, without memory."""
+    zero = torch.zeros((), dtype=dtype or like.dtype, device=like.device)
+    return zero.expand(tuple(shape)).as_subclass(AbsentTensor)
+
+
+class _StageEnds(Exception):
+    """Raised by the first absent block behind a stage's own: its result is there."""
+
+
+class StandIn(nn.Module):
+    """In place of a module that another stage runs: it returns `answer(name)`. Other attributes are the module's; the
+    tensors and modules among them are absent too."""
+
+    def __init__(self, source: nn.Module, name: str, answer: Callable[[str], Any]):
         super().__init__()
-        for name, value in vars(source).items():
-            if not name.startswith("_") and name not in self.__dict__ and not callable(value):
-                self.__dict__[name] = value
+        self.__dict__.update(source=source, name=name, answer=answer)  # a submodule's weights would be this stage's
 
-    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["source"], name)
+        if isinstance(value, nn.Module):
+            return StandIn(value, f"{self.name}.{name}", self.answer)
+        return absent(value.shape, value) if isinstance(value, Tensor) else value
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.answer(self.name)
 
 
 class OwnForwardNetwork(Network):
-    """A network that calls the module, or the inner one where later blocks are absent."""
+    """A network that calls the module. On a stage, the block in front of its first one returns what the stage has
+    received, and forward ends behind its last one."""
 
     def __init__(self, spec: ModelSpec, loss: nn.Module, module: nn.Module, how: OwnForward):
         super().__init__(spec, loss)
         self.module = module
         self.how = how
+        self._order = self.block_names
+        self._received: Tensor | None = None
+        self._result: list[tuple[Tensor, int]] = []  # of the last block, with the number of its changes
 
     def keep(self, blocks: Sequence[str]) -> Network:
-        self.module = _with_blocks(self.module, self._absent(blocks))
         self._hold(blocks)
         return self
 
@@ -67,32 +106,70 @@ class OwnForwardNetwork(Network):
             self.before_split()
         stages: list[Network] = []
         for blocks in parts:
-            stage = OwnForwardNetwork(self.spec, self.loss, _with_blocks(self.module, self._absent(blocks)), self.how)
+            stage = OwnForwardNetwork(self.spec, self.loss, self.module, self.how)
             stage.recompute, stage.training, stage.own_values = self.recompute, self.training, self.own_values
             stage.rounds_weights = self.rounds_weights
             stage._hold(blocks)
             if stage.recompute != "none":
                 stage._recompute()
+            if not stage._is_last:
+                stage.block(stage.block_names[-1]).register_forward_hook(stage._remember)
             stages.append(stage)
         return stages
 
     def forward(self, x: Tensor, sample_ids: Tensor | None = None, documents: DocumentBounds | None = None) -> Tensor:
-        every = [block.name for block in self.spec.blocks]
-        module = self.module if every[-1] in self.block_names else self.module.get_submodule(self.how.inner)
-        arguments = (x,) if every[0] in self.block_names else ()
-        named = {} if arguments else {self.how.embeddings: x}
-        with self._rounding(), dropout.scope(sample_ids), packed.scope(documents):
-            out = module(*arguments, **named)
-        hidden: Tensor | None = getattr(out, "last_hidden_state", None)
-        result: Tensor = logits_of(out) if hidden is None else hidden
+        inputs, last = x, self.block_names[-1]
+        if not self._is_first:
+            self._received, self._absent = x, absent(x.shape, x)
+            dtype = torch.int64 if self.spec.kind == "tokens" else x.dtype
+            inputs = absent((x.size(0), *self.spec.sample_shape), x, dtype)
+        with self._rounding(), dropout.scope(sample_ids), packed.scope(documents), suppress(_StageEnds):
+            out = self.module(inputs)
+        if not self._is_last:
+            out, changes = self._result.pop() if self._result else (None, 0)
+            if out is not None and torch_private.num_changes(out) > changes:
+                raise undefined(f"forward changes what {last} returns, in place", "x = x + ..., not x += ...", "pp")
+        if out is None or self._received is not None:
+            message = f"forward does not call {last} behind the modules in front of it, and in front of those behind it"
+            raise undefined(message, "model.before with all that runs before the blocks")
+        if isinstance(out, AbsentTensor):
+            message = f"{last} or what runs before it reads more of earlier stages, or of the inputs, than one tensor"
+            raise undefined(f"forward cannot be cut: {message}", "pp=1", "pp")
+        result: Tensor = logits_of(out)
         return result
 
-    def _absent(self, blocks: Collection[str]) -> set[str]:
-        """The names in the module of what a stage with `blocks` does not run."""
-        absent = {name for name in self.block_names if name not in blocks}
-        if self.spec.blocks[0].name not in blocks:
-            absent |= {f"{ROOT}.{name}" for name in self.how.before}
-        return {name.removeprefix(f"{ROOT}.") for name in absent}
+    @property
+    def _is_first(self) -> bool:
+        return self.block_names[0] == self._order[0]
+
+    @property
+    def _is_last(self) -> bool:
+        return self.block_names[-1] == self._order[-1]
+
+    def _hold(self, blocks: Sequence[str]) -> None:
+        super()._hold(blocks)
+        names = {name for name in self._order if name not in blocks}
+        if not self._is_first:
+            names.update(f"{ROOT}.{name}" for name in self.how.before)
+        self.module = _with_stand_ins(self.module, {name.removeprefix(f"{ROOT}.") for name in names}, self._answer)
+
+    def _answer(self, name: str) -> Any:
+        """What the absent module `name` returns."""
+        order, full = self._order, f"{ROOT}.{name}"
+        if full in order[order.index(self.block_names[-1]) + 1 :]:
+            raise _StageEnds
+        result: Tensor | None = self._absent
+        if full == order[order.index(self.block_names[0]) - 1]:
+            result, self._received = self._received, None
+            if result is None:
+                raise undefined(f"forward calls {name} twice, and a stage is run through once", "pp=1", "pp")
+        others = self.spec.block(full).num_outputs - 1 if full in order else -1
+        return (result, *(self._absent,) * others) if others >= 0 else result
+
+    def _remember(self, block: nn.Module, inputs: Any, out: Any) -> None:
+        """Forward hook of the last block of a stage."""
+        x = logits_of(out)
+        self._result[:] = [(x, torch_private.num_changes(x))]
 
     def _recompute(self) -> None:
         """Make the blocks that may be computed again run as `recompute`, which a schedule may still change, says."""
@@ -111,21 +188,18 @@ class OwnForwardNetwork(Network):
         return recompute.run(run, hidden, dropout.current_sample_ids(), self.recompute)
 
 
-def network_of(spec: ModelSpec, loss: nn.Module, module: nn.Module, how: OwnForward) -> Network:
-    """Return the network of a module on its own forward."""
-    prefixed = replace(how, blocks=tuple(f"{ROOT}.{name}" for name in how.blocks))
-    return OwnForwardNetwork(spec, loss, module, prefixed)
-
-
-def _with_blocks(module: nn.Module, absent: Collection[str]) -> nn.Module:
-    """A copy of `module` that shares all but the modules on the way to `absent` ones, which pass their input on."""
-    if not absent:
+def _with_stand_ins(module: nn.Module, names: Collection[str], answer: Callable[[str], Any], at: str = "") -> nn.Module:
+    """A copy of `module` that shares all but the modules on the way to those of `names`, which return
+    `answer(name)`."""
+    if not names:
         return module
     clone = copy.copy(module)
     clone._modules = dict(module._modules)
     for name, child in module._modules.items():
-        if child is None or isinstance(child, PassOn):
-            continue
-        below = {path.removeprefix(f"{name}.") for path in absent if path.startswith(f"{name}.")}
-        clone._modules[name] = PassOn(child) if name in absent else _with_blocks(child, below)
+        path = f"{at}{name}"
+        if child is not None and path in names:
+            clone._modules[name] = StandIn(child, path, answer)
+        elif child is not None:
+            below = {other for other in names if other.startswith(f"{path}.")}
+            clone._modules[name] = _with_stand_ins(child, below, answer, f"{path}.")
     return clone

@@ -13,7 +13,7 @@ class UserModuleDefinition(ModelDefinition):
     """See the package's docstring for the contract with the user's module."""
 
     own_keys = frozenset({
-        "source", "loss", "roles", "blocks", "arguments", "vocab", "seq", "hidden", "layers", "heads",
+        "source", "loss", "roles", "before", "blocks", "arguments", "vocab", "seq", "hidden", "layers", "heads",
         "label_smoothing", "norm_samples", "lora", "image",
     })  # fmt: skip
 

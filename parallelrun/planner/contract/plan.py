@@ -226,7 +226,7 @@ class Plan:
         """(copy, original) names of tied weights on two pp ranks, which need the embedding group."""
         if not self.spec.tied or self.stages[0].pp_rank == self.stages[-1].pp_rank:
             return ()
-        return self.spec.tied
+        return tuple(pair for pair in self.spec.tied if pair[1] in self.spec.readers)
 
 
 @dataclass(frozen=True)

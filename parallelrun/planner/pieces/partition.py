@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate, islice, pairwise
 
 from parallelrun.base import spelling
@@ -101,7 +102,7 @@ def cut(spec: ModelSpec, config: Config, num_stages: int) -> tuple[list[tuple[st
     elif num_cuttable(spec) < num_stages:
         sizes = []  # reported as one violation by `resolve`
     else:
-        sizes = partition([block.forward_flops for block in spec.blocks], num_stages)
+        sizes = _by_cost(spec.blocks, num_stages)
     if isinstance(sizes, Problem):
         return [], [sizes]
     names = iter(block.name for block in spec.blocks)
@@ -110,12 +111,37 @@ def cut(spec: ModelSpec, config: Config, num_stages: int) -> tuple[list[tuple[st
 
 def num_cuttable(spec: ModelSpec) -> int:
     """The largest number of stages: the model's layers, or its blocks if it has no layers."""
-    return min(spec.num_layers or len(spec.blocks), len(spec.blocks))
+    most = len(_runs(spec.blocks))
+    return min(spec.num_layers or most, most)
+
+
+def _runs(blocks: Sequence[BlockSpec]) -> list[list[BlockSpec]]:
+    """The blocks in runs that one stage holds: each begins with a block that does not follow another."""
+    runs: list[list[BlockSpec]] = []
+    for block in blocks:
+        if block.follows:
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    return runs
+
+
+def _by_cost(blocks: Sequence[BlockSpec], num_stages: int) -> list[int]:
+    runs = _runs(blocks)
+    sizes = partition([sum(block.forward_flops for block in run) for run in runs], num_stages)
+    return _num_blocks(runs, sizes)
+
+
+def _num_blocks(runs: list[list[BlockSpec]], sizes: list[int]) -> list[int]:
+    """From the number of runs in each stage to the number of blocks."""
+    rest = iter(runs)
+    return [sum(map(len, islice(rest, size))) for size in sizes]
 
 
 def _uniform(blocks: tuple[BlockSpec, ...], num_stages: int) -> list[int] | Problem:
     """Equally many transformer blocks per stage; the embedding goes to the first stage, the head to the last."""
-    middle = [i for i, block in enumerate(blocks) if block.is_recomputed] or list(range(len(blocks)))
+    runs = _runs(blocks)
+    middle = [i for i, run in enumerate(runs) if any(block.is_recomputed for block in run)] or list(range(len(runs)))
     if len(middle) % num_stages:
         message = (
             f"{len(middle)} layers are not divisible by {num_stages} stages, and partition=uniform was asked for; "
@@ -125,8 +151,8 @@ def _uniform(blocks: tuple[BlockSpec, ...], num_stages: int) -> list[int] | Prob
         return Problem(message, where, f"{where}=cost", kind="arithmetic")
     sizes = [len(middle) // num_stages] * num_stages
     sizes[0] += middle[0]
-    sizes[-1] += len(blocks) - 1 - middle[-1]
-    return sizes
+    sizes[-1] += len(runs) - 1 - middle[-1]
+    return _num_blocks(runs, sizes)
 
 
 def _manual(blocks: tuple[BlockSpec, ...], split: list[str], num_stages: int) -> list[int] | Problem:
@@ -140,6 +166,9 @@ def _manual(blocks: tuple[BlockSpec, ...], split: list[str], num_stages: int) ->
         ]
         message = f"the model has no block {' and no block '.join(map(repr, unknown))}"
         return Problem(message, where, f"{where}={_cuts(blocks, nearest, num_stages)}")
+    if follower := next((name for name in split if blocks[names.index(name)].follows), None):
+        message = f"no stage can begin at {follower}: it runs on the stage of {names[names.index(follower) - 1]}"
+        return Problem(message, where, f"{where}={_cuts(blocks, [], num_stages)}", kind="undefined")
     if len(split) != num_stages - 1:
         message = f"{num_stages} stages need {num_stages - 1} cuts, and {len(split)} are given"
         return Problem(message, where, f"{where}={_cuts(blocks, split, num_stages)}", kind="arithmetic")
@@ -155,7 +184,7 @@ def _cuts(blocks: tuple[BlockSpec, ...], split: list[str], num_stages: int) -> s
     """`[layers.2,layers.4]`: the cuts of `split` in order if they make the stages, else those of equal costs."""
     names = [block.name for block in blocks]
     cuts = sorted(set(split) - {names[0]}, key=names.index)
-    if len(cuts) != num_stages - 1 and num_stages <= len(blocks):
-        sizes = partition([block.forward_flops for block in blocks], num_stages)
+    if len(cuts) != num_stages - 1 and num_stages <= len(_runs(blocks)):
+        sizes = _by_cost(blocks, num_stages)
         cuts = [names[start] for start in accumulate(sizes[:-1])]
     return f"[{','.join(cuts)}]"

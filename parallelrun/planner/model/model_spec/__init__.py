@@ -32,7 +32,8 @@ class BlockSpec:
     one-dimensional tensor strategy saves; None where it was not measured. input_shape: of one sample, if it differs
     from block to block (images); None: the model's boundary_shape. backward: where the model describes it.
     saves_after_sum: of a user's module, whether backward needs a tensor that forward computes after its last
-    row-parallel layer or embedding; None: its layers tell.
+    row-parallel layer or embedding; None: its layers tell. follows: it is on the stage of the block before it.
+    num_outputs: of a user's module, the length of the tuple that it returns, of which the first item is x; 0: a tensor.
     """
 
     name: str
@@ -46,6 +47,8 @@ class BlockSpec:
     convolution_flops: float = 0.0
     attention_flops: float = 0.0
     replicated_elements: float | None = None
+    follows: bool = False
+    num_outputs: int = 0
 
     @cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:

@@ -1,0 +1,41 @@
+"""Modules whose forward is no chain of modules train in stages as on one device, by `model.before`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity import assert_equal, parity
+from tests.ranks.test_other_modules import TEXT, Arguments
+
+NETS = Path(__file__).parents[1] / "unit" / "staged_nets.py"
+MODULE: dict[str, Any] = {
+    "model.name": "module", "model.preset": "module", "model.source": f"{NETS}:build", "model.layers": 4,
+    "model.before": ("embed", "positions", "drop"), "model.blocks": ("layers.*",), **TEXT,
+}  # fmt: skip
+CELLS: dict[str, dict[str, Any]] = {
+    "gpipe": {"schedule": "gpipe"},
+    "1f1b, ddp": {"schedule": "1f1b", "dp": 2, "strategy.data.kind": "ddp"},
+    "1f1b, fsdp": {"schedule": "1f1b", "dp": 2, "strategy.data.kind": "fsdp"},
+    "interleaved, zero1": {"schedule": "interleaved", "virtual_stages": 2, "dp": 2, "strategy.data.kind": "zero1"},
+    "interleaved, fsdp": {"schedule": "interleaved", "virtual_stages": 2, "dp": 2, "strategy.data.kind": "fsdp"},
+    "zero bubble": {"schedule": "zero_bubble"},
+    "zbv": {"schedule": "zbv"},
+    "three stages, tied": {"pp": 3, "model.arguments": Arguments(tied=True)},
+    "recompute": {"recompute": "full", "schedule": "1f1b"},
+    "zero bubble, recompute": {"recompute": "full", "schedule": "zero_bubble"},
+    "between blocks": {"model.arguments": Arguments(twist="between blocks")},
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_stages_of_a_forward_that_is_no_chain_are_exact(cell: str) -> None:
+    assert_equal(parity({**MODULE, "pp": 2, **CELLS[cell]}))
+
+
+def test_stages_of_an_image_classifier_are_exact() -> None:
+    images = {"model.source": f"{NETS}:patches", "model.before": ("patches",), "model.blocks": ("blocks.*",),
+              "dataset.name": "digits", "global_batch": 16}  # fmt: skip
+    assert_equal(parity({**MODULE, **images, "pp": 2}))
