@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection
+from math import prod
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
 from tests import vision
 from tests.peak_bytes import PeakBytes
-from tests.plans import llama, tiny_config, tiny_plan
+from tests.plans import llama, tiny_config
 from tests.pool import run_ranks
 from tests.unit import user_net
 
@@ -249,7 +250,8 @@ def _peak(overrides: dict[str, Any]) -> tuple[int, int]:
     return live.peak, predicted
 
 
-WORLDS = {name: tiny_plan(overrides).world for name, overrides in PLANS.items()}
+AXES = ("dp", "cp", "tp", "pp")
+WORLDS = {name: prod(overrides.get(axis, 1) for axis in AXES) for name, overrides in PLANS.items()}
 
 
 def test_the_predicted_peak_of_panels_is_that_of_the_rank_that_holds_most():
