@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from parallelrun.training.loop.build import Training
+from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 from tests.vision import RESNET
 
@@ -38,8 +39,17 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", [BERT, EXPERTS], ids=["bert", "packed, experts"])
+# Strategies divide by the number of targets, from wherever it comes; the experts' losses have further divisors.
+BERTS = STRATEGIES if FULL else ("zero2", "adasum", "join, by the active", "pipeline")
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        *(pytest.param(BERT, strategy, id=f"bert-{strategy}") for strategy in BERTS),
+        *(pytest.param(EXPERTS, strategy, id=f"packed, experts-{strategy}") for strategy in STRATEGIES),
+    ],
+)
 def test_replicas_have_different_numbers_of_targets(model: dict[str, Any], strategy: str) -> None:
     assert_equal(parity({"global_batch": 12, **model, **STRATEGIES[strategy]}))
 
