@@ -33,7 +33,7 @@ SCREENS = {
     "details of a pipeline": ["plan", "model=gpt", "tp=2", "pp=2", "dp=2", "detail=schedule,traffic"],
     "explained plan": [*LLAMA, "strategy=fsdp", "dp=16", "explain=true"],
     "search": [*LLAMA, "gpus=64"],
-    "sizes": [*LLAMA, "objective=cost", "tokens=1e12"],
+    "sizes": [*LLAMA, "objective=cost", "tokens=1e12", "gpus=16"],
     "plans": ["plan", "-m", "strategy=ddp,tp2d,gpipe", "world=4"],
     "explain": ["explain", "strategy=gpipe", "pp=4"],
     "refusal": ["plan", "strategy=tp2d", "tp=5"],
