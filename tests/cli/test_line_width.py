@@ -50,7 +50,7 @@ CELLS = re.compile(r"\S {2,}\S|─{20}|[█▏▎▍▌▋▊▉]")  # of tables
 
 
 def narrow(call: dict[str, Any]) -> int:
-    """In a warm process: `program_in`, as if it had been imported without the variable that makes lines of tests long."""
+    """In a warm process: `program_in`, as if imported without the variable that makes lines long in tests."""
     most = int(os.environ.pop("PARALLELRUN_COLUMNS"))
     for module in [module for name, module in sys.modules.items() if name.startswith("parallelrun.")]:
         if getattr(module, "COLUMNS", 0) == most:

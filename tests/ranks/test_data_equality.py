@@ -72,8 +72,9 @@ CELLS: dict[str, dict[str, Any]] = {
     "hsdp, reduced once a step": {"dp": 4, "microbatches": 2, **HSDP, **REDUCED_ONCE},
     "hsdp x pp, a tied weight in two stages": {"dp": 4, **PIPELINE, "global_batch": 16, **HSDP},
 }
-# What the full matrix adds: cells of `test_parity.py` with another model.
+# What the full matrix adds: cells of `test_parity.py` with another model, and two settings that stand in other cells.
 FULL_MATRIX = (
+    "ddp, accumulation", "zero1 x tp, sequence parallel", "fsdp, accumulation", "hsdp, reduced once a step",
     "ddp x pp: a tied weight in two stages", "fsdp x pp, two stages a rank", "fsdp x pp, let go between passes",
     "fsdp under zbv: one weight in two stages of a rank", "hsdp x pp, a tied weight in two stages",
 )  # fmt: skip
