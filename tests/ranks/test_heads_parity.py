@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 from tests.plans import llama
 
@@ -23,18 +22,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "cp, ring": {"cp": 2},
     "cp, ulysses, tp": {"cp": 2, "tp": 2, "strategy.context.kind": "ulysses", "model.kv_heads": 4},
     "ptdp": {"pp": 2, "tp": 2, "dp": 2, "global_batch": 16},
-    "zero bubble, 2d": {"pp": 2, "tp": 4, "layout": "2d", "strategy.pipeline.kind": "zero_bubble", "global_batch": 16},
     "selective, tp": {"tp": 2, "recompute": "selective"},
 }
 WIDE = llama(model__head_dim=6)
 
 
-def some(*names: str) -> dict[str, dict[str, Any]]:
-    """Of `PLANS`, those in which an option meets other code than in the rest; all of them in the full matrix."""
-    return {name: plan for name, plan in PLANS.items() if FULL or name in names}
-
-
-@pytest.mark.parametrize("plan", some("tp, more ranks than kv heads", "3d", "cp, ulysses, tp"))
+@pytest.mark.parametrize("plan", ["tp, more ranks than kv heads", "3d", "cp, ulysses, tp"])
 def test_heads_of_a_size_of_their_own(plan: str) -> None:
     assert_equal(parity({**WIDE, **PLANS[plan]}))
 
@@ -45,7 +38,7 @@ EXPERTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("plan", some(*(name for name in PLANS if "pp" not in PLANS[name])))
+@pytest.mark.parametrize("plan", PLANS)
 def test_norms_of_heads_and_biases_of_their_projections(plan: str) -> None:
     assert_equal(parity({**NORMED, **PLANS[plan]}))
 
@@ -72,7 +65,7 @@ OVER_CONTEXT: dict[str, dict[str, Any]] = {
     "packed documents, striped": {"cp": 2, "dataset.pack": True},
     "packed documents, contiguous": {"cp": 2, "dataset.pack": True, ORDER: "contiguous", "model.window": 2},
 }
-WINDOWED = some("tp, sequence parallel", "2d", "selective, tp") | OVER_CONTEXT | {
+WINDOWED = OVER_CONTEXT | {name: PLANS[name] for name in ("tp, sequence parallel", "2d", "selective, tp")} | {
     "packed documents": {"dp": 2, "dataset.pack": True},
     "packed documents, 2d, dropped probabilities": {
         "tp": 4, "layout": "2d", "dataset.pack": True, "model.attention_dropout": 0.2

@@ -11,7 +11,6 @@ from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.training.loop.build import build
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
-from tests.matrix import FULL as FULL_RUN
 from tests.parity import assert_equal, parity
 from tests.plans import llama, tiny_config
 from tests.pool import run_ranks
@@ -38,33 +37,25 @@ AUX_FREE = router("top_k", score="sigmoid", scaling=2.5, bias_rate=1e-3, aux_coe
 CELLS: dict[str, dict[str, Any]] = {
     "apart": {"tp": 4, **APART},
     "sequence, apart, kv heads copied": {"tp": 4, **llama(), **SEQUENCE, **APART},
-    "one kv head": {"tp": 4, **llama(model__kv_heads=1)},
     "one kv head, sequence": {"tp": 4, **llama(model__kv_heads=1), **SEQUENCE},
     "a rank without vocabulary": {"tp": 4, "model.vocab": 3, "dataset.vocab": 3, "model.label_smoothing": 0.1},
     "uneven vocabulary, sequence": {"tp": 4, "model.vocab": 7, "dataset.vocab": 7, **SEQUENCE},
-    "dropout": {"tp": 2, "dropout": 0.2, "model.attention_dropout": 0.2},
     "dropout, sequence, selective": {"tp": 2, "dropout": 0.2, **SEQUENCE, **SELECTIVE},
-    "dropout, full": {"tp": 2, "dropout": 0.1, **FULL},
     "sequence, apart, full": {"tp": 2, **SEQUENCE, **APART, **FULL},
     "mlp on features": {"tp": 4, "model.name": "mlp", "model.preset": "mlp", "dropout": 0.1},
     "top_k": {"tp": 2, **TOP_K, **SEQUENCE},
-    "gshard": {"tp": 2, **GSHARD, "dropout": 0.1, **SELECTIVE},
     "gshard, full": {"tp": 2, "dp": 2, **GSHARD, **FULL, "microbatches": 2},
     "switch, sequence": {"tp": 2, **SWITCH, **SEQUENCE},
     "expert choice": {"tp": 2, **CHOICE, **SEQUENCE},
     "aux free": {"tp": 2, **AUX_FREE},
-    "shared expert, llama": {"tp": 4, **AUX_FREE, **llama(), **SHARED},
     "shared expert, sequence, apart": {"tp": 4, **AUX_FREE, **llama(), **SHARED, **SEQUENCE, **APART},
     "shared expert, sequence, full": {"tp": 2, **GSHARD, **SHARED, **SEQUENCE, **FULL},
     "shared expert, sequence, zero bubble": {"tp": 2, **GSHARD, **SHARED, **SEQUENCE, **ZERO_BUBBLE},
     "shared expert, dropout, full, zero bubble": {"tp": 2, **GSHARD, **SHARED, "dropout": 0.1, **FULL, **ZERO_BUBBLE},
 }
 
-# What the full matrix adds: settings that stand in other cells, here or in test_model_parity.py, too.
-FULL_MATRIX = ("one kv head", "dropout", "dropout, full", "gshard", "shared expert, llama")
 
-
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if FULL_RUN or cell not in FULL_MATRIX])
+@pytest.mark.parametrize("cell", CELLS)
 def test_a_tensor_parallel_training_is_that_of_one_device(cell: str) -> None:
     assert_equal(parity(CELLS[cell]))
 
