@@ -13,7 +13,7 @@ Cell = TypeVar("Cell")
 
 def examples(count: int) -> int:
     """How many random examples a property is tried with, of the `count` that the full matrix takes."""
-    return count if FULL else count // 3
+    return count if FULL else count // 5
 
 
 def pairs(settings: Mapping[str, object]) -> set[tuple[object, object]]:

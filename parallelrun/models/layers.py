@@ -20,7 +20,12 @@ from parallelrun.models.local_tokens import ALL
 
 
 class TensorModule(nn.Module):
-    """A module that returns one tensor. torch's own annotation says Any."""
+    """A module that returns one tensor. torch's own annotation says Any.
+
+    uncompiled: the methods at which torch.compile breaks its graphs.
+    """
+
+    uncompiled: ClassVar[tuple[str, ...]] = ()
 
     if TYPE_CHECKING:
 
@@ -30,13 +35,11 @@ class TensorModule(nn.Module):
 class RoleLayer(TensorModule):
     """A layer that a tensor strategy may replace, as `layer_role` says.
 
-    communicates: its forward sends something, so that computing it again is not cheap. uncompiled: the methods at
-    which torch.compile breaks its graphs.
+    communicates: its forward sends something, so that computing it again is not cheap.
     """
 
     layer_role: ClassVar[str] = ""
     communicates: ClassVar[bool] = False
-    uncompiled: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, compute_dtype: torch.dtype):
         super().__init__()

@@ -19,7 +19,7 @@ from parallelrun.distributed import shared_memory, torch_private
 from parallelrun.models import documents as packed
 from parallelrun.models import dropout, recompute, rounding
 from parallelrun.models.documents import DocumentBounds
-from parallelrun.models.layers import RoleLayer, TokenLoss
+from parallelrun.models.layers import TensorModule, TokenLoss
 from parallelrun.planner.model.model_spec import ModelSpec
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -116,7 +116,7 @@ class Network(nn.Module):
 def compile_blocks(network: Network, backend: str = "inductor") -> None:
     """torch.compile every block in place: names stay, equal blocks share one compilation."""
     for module in network.modules():
-        for name in module.uncompiled if isinstance(module, RoleLayer) else ():
+        for name in module.uncompiled if isinstance(module, TensorModule) else ():
             setattr(module, name, torch.compiler.disable(getattr(module, name)))
     shared_memory.keep_out_of_graphs()
     for name in network.block_names:

@@ -79,10 +79,11 @@ OTHERS = [
 ]
 
 
-@pytest.fixture
-def own_files(tmp_path: Path, monkeypatch) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def own_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The files that a page prints (a code block whose first line is `# net.py`), the plug-in of how_to_add.md, a
     calibration of this machine, and jobs of other runners."""
+    tmp_path, monkeypatch = tmp_path_factory.mktemp("own"), pytest.MonkeyPatch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PARALLELRUN_CONFIG", str(tmp_path / "own"))
     (tmp_path / "own" / "cluster").mkdir(parents=True)
@@ -99,6 +100,7 @@ def own_files(tmp_path: Path, monkeypatch) -> Iterator[None]:
         for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), re.DOTALL):
             (tmp_path / name).write_text(text)
     yield
+    monkeypatch.undo()
     registry._plug_ins.cache_clear()
 
 
@@ -127,7 +129,7 @@ def test_a_printed_command_is_legal(words: list[str], own_files, composed_once, 
 @needs("transformers")
 @pytest.mark.parametrize("words", WITH_TRANSFORMERS, ids=" ".join)
 def test_a_printed_command_for_a_model_of_transformers_is_legal(words: list[str], own_files, composed_once, capsys):
-    shutil.copytree(hugging_face_families.directory("llama"), "my_llama")
+    shutil.copytree(hugging_face_families.directory("llama"), "my_llama", dirs_exist_ok=True)
     assert main(["plan", *words[words[0] in VERBS :], "model.hf.vocab_size=256"]) == 0, capsys.readouterr().err
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.cli.launcher import run_to_end
 from tests.extras import needs
 
 
 def run(folder: Path, *words: str) -> str:
-    command = [sys.executable, "-m", "parallelrun", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    done = run_to_end(*words, cwd=folder, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
     return done.stderr + done.stdout
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
+
+from tests.cli.launcher import program_in, run_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "how_a_run_flows.md"
@@ -24,29 +27,6 @@ SMALL = (
 )
 MAX_UNLISTED = 2  # modules of ours between two listed functions
 MAX_FILES = 16  # from argv to the collective of ddp
-# Writes the stack of our functions whenever a listed one is called. The profiler is inherited by forked ranks.
-TRACER = """
-import json, os, sys
-listed, root, out, words = json.loads(sys.argv[1])
-listed, file = {tuple(row) for row in listed}, os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-def stack(frame):
-    calls = []
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename.startswith((root + "/parallelrun/", root + "/strategies/")):
-            calls.append((os.path.relpath(code.co_filename, root), code.co_name))
-        frame = frame.f_back
-    return calls[::-1]
-def profile(frame, event, argument):
-    code = frame.f_code
-    path = code.co_filename.removeprefix(root + "/")
-    if event == "call" and (path, code.co_name) in listed:
-        os.write(file, json.dumps([os.getpid(), stack(frame)]).encode() + b"\\n")
-sys.setprofile(profile)
-from parallelrun.cli.main import main
-sys.exit(main(words))
-"""
-
 Call = tuple[str, str]  # file below the root, function
 
 
@@ -63,13 +43,37 @@ def commands() -> dict[str, list[str]]:
     return dict(zip(flows(), (command.split() for command in found), strict=True))
 
 
+def traced(call: dict[str, Any]) -> int:
+    """In a warm process: `program_in`, which writes the stack of our functions whenever a listed one is called. The
+    profiler is inherited by forked ranks."""
+    rows, out = json.loads(os.environ["PARALLELRUN_TEST"])
+    listed, file = {tuple(row) for row in rows}, os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    ours = (f"{ROOT}/parallelrun/", f"{ROOT}/strategies/")
+
+    def stack(frame: FrameType | None) -> list[Call]:
+        calls = []
+        while frame is not None:
+            code = frame.f_code
+            if code.co_filename.startswith(ours):
+                calls.append((os.path.relpath(code.co_filename, ROOT), code.co_name))
+            frame = frame.f_back
+        return calls[::-1]
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and (code.co_filename.removeprefix(f"{ROOT}/"), code.co_name) in listed:
+            os.write(file, json.dumps([os.getpid(), stack(frame)]).encode() + b"\n")
+
+    sys.setprofile(profile)
+    return program_in(call)
+
+
 def stacks(name: str, folder: Path) -> list[list[Call]]:
     """The stacks at every call of a listed function: of the launcher, then of one rank, in order."""
     out = folder / "calls.jsonl"
-    order = json.dumps([flows()[name], str(ROOT), str(out), [*commands()[name], *SMALL]])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", TRACER, order], cwd=folder, env=environment, capture_output=True,
-                          text=True, timeout=240)  # fmt: skip
+    order = json.dumps([flows()[name], str(out)])
+    words = [*commands()[name], *SMALL]
+    done = run_to_end(*words, cwd=folder, function=f"{__name__}:traced", timeout=240, PARALLELRUN_TEST=order)
     assert done.returncode == 0, done.stdout + done.stderr
     calls = [json.loads(line) for line in out.read_text().splitlines()]
     launcher = calls[0][0]

@@ -7,8 +7,12 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.cli.launcher import program_in, run_to_end
 
 TINY = [
     "model=gpt",
@@ -29,7 +33,7 @@ SCREENS = {
     "details of a pipeline": ["plan", "model=gpt", "tp=2", "pp=2", "dp=2", "detail=schedule,traffic"],
     "explained plan": [*LLAMA, "strategy=fsdp", "dp=16", "explain=true"],
     "search": [*LLAMA, "gpus=64"],
-    "sizes": [*LLAMA, "objective=cost", "tokens=1e12"],
+    "sizes": [*LLAMA, "objective=cost", "tokens=1e12", "gpus=16"],
     "plans": ["plan", "-m", "strategy=ddp,tp2d,gpipe", "world=4"],
     "explain": ["explain", "strategy=gpipe", "pp=4"],
     "refusal": ["plan", "strategy=tp2d", "tp=5"],
@@ -45,11 +49,25 @@ COMMAND = re.compile(r"\s*(try: )?(parallelrun|pip|python) |point \d+: |\s*resum
 CELLS = re.compile(r"\S {2,}\S|─{20}|[█▏▎▍▌▋▊▉]")  # of tables
 
 
-def screen(*words: str, cwd) -> list[str]:
+def narrow(call: dict[str, Any]) -> int:
+    """In a warm process: `program_in`, as if imported without the variable that makes lines long in tests."""
+    most = int(os.environ.pop("PARALLELRUN_COLUMNS"))
+    for module in [module for name, module in sys.modules.items() if name.startswith("parallelrun.")]:
+        if getattr(module, "COLUMNS", 0) == most:
+            module.COLUMNS = 100
+    return program_in(call)
+
+
+def screen(*words: str, cwd: Path) -> list[str]:
+    done = run_to_end(*words, cwd=cwd, function=f"{__name__}:narrow", timeout=240)
+    return (done.stdout + done.stderr).splitlines()
+
+
+def test_a_new_process_has_100_columns(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PARALLELRUN_COLUMNS"}
-    done = subprocess.run([sys.executable, "-m", "parallelrun", *words], cwd=cwd, env=environment, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240)  # fmt: skip
-    return done.stdout.splitlines()
+    code = "from parallelrun.base import wording; print(wording.COLUMNS)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert done.stdout == "100\n"
 
 
 @pytest.mark.parametrize("name", SCREENS)

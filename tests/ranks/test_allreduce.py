@@ -24,7 +24,7 @@ from tests.plans import tiny_plan
 from tests.pool import RanksFailed, run_ranks
 
 RING, HALVING_DOUBLING = RingAllReduce(), HalvingDoubling()
-NUMELS = (0, 1, 2, 5, 7, 64, 1003)  # none, fewer than ranks, uneven
+NUMELS = (0, 1, 2, 5, 7, 64, 203)  # none, fewer than ranks, uneven
 CASES = {
     2: (RING, HALVING_DOUBLING),
     3: (RING, HALVING_DOUBLING),

@@ -52,7 +52,7 @@ SPREAD = {
     "experts_ep2_pp2": {"dp": 2, "ep": 2, "pp": 2},
     "experts_one": {},
 }
-RARE = ("dp2", "zero1", "fsdp", "interleaved")  # others are like them, and more
+RARE = ("dp2", "zero1", "fsdp", "hsdp", "interleaved", "deep")  # others are like them, and more
 if not FULL:
     DENSE = {name: plan for name, plan in DENSE.items() if name not in RARE}
 PLANS = {**DENSE, **SPREAD}

@@ -14,15 +14,16 @@ from tests.parity import assert_equal, parity
 from tests.ranks.test_grid_parity import BASE, CUBE, DROPS, ONE_LAYER, SQUARE
 from tests.ranks.test_tensor_parity import APART, GSHARD, SEQUENCE, SHARED
 
-# The first layer of these has no experts.
+# The first layer of these has no experts. Experts are not compiled: tests/unit/models/test_recompute.py.
 EXPERTS = {"tp": 2, **GSHARD, **SHARED}
 CELLS: dict[str, dict[str, Any]] = {
-    "sequence parallel": {**EXPERTS, **SEQUENCE},
+    "sequence parallel, no experts": {"tp": 2, "model.layers": 1, **SEQUENCE},
     "1x2": {**BASE, **SQUARE, "tp": 2, "grid": "1x2", **ONE_LAYER, "dropout": 0.1},
 }
 if FULL:
     CELLS |= {
         "whole": EXPERTS,
+        "sequence parallel": {**EXPERTS, **SEQUENCE},
         "whole, no experts": {"tp": 2, "model.layers": 1},
         "apart, no experts": {"tp": 2, "model.layers": 1, **APART},
         "3d, recomputed": {**BASE, **CUBE, "recompute": "full", **DROPS},

@@ -49,7 +49,7 @@ CASES = [
     ("tp2d", STUCK, SUMS, 3, False),
     ("dropless", FLIP, ACTIVATIONS, 1, True),
 ]
-SHOWN = CASES if FULL else CASES[:12:2]
+SHOWN = CASES if FULL else [CASES[index] for index in (0, 2, 5, 8)]  # every place and every kind
 
 
 @pytest.mark.parametrize("plan,kind,place,every,recompute", SHOWN, ids=["-".join(map(str, one)) for one in SHOWN])

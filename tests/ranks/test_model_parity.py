@@ -46,7 +46,6 @@ CELLS: dict[str, dict[str, Any]] = {
     "dropout, tp": {"tp": 2, **DROPOUT},
     "dropout, tp, sequence parallel": {"tp": 2, **DROPOUT, **SEQUENCE_PARALLEL},
     "dropout, dp and pp, recompute full": {"dp": 2, "pp": 2, **DROPOUT, "recompute": "full"},
-    "recompute selective, tp and pp": {"tp": 2, "pp": 2, **LLAMA, "dropout": 0.2, "recompute": "selective"},
     "recompute full, fsdp and tp": {"dp": 2, "tp": 2, **LLAMA, **FSDP, "recompute": "full", **SEQUENCE_PARALLEL},
     "recompute selective, fsdp": {"dp": 2, **FSDP, "recompute": "selective", **DROPOUT},
     "recompute selective, zero bubble": {"pp": 2, "strategy.pipeline.kind": "zero_bubble", "recompute": "selective"},
@@ -84,18 +83,15 @@ CELLS: dict[str, dict[str, Any]] = {
     },
     "module, tied, pp": {"pp": 2, **PLACED, "model.arguments": Frozen({"tied": True}), "recompute": "full"},
     # Masked targets are counted over all replicas, and both halves of a tied weight agree.
-    "bert, ddp": {**BERT, "dp": 2},
     "bert, tp, uneven vocabulary": {
         **BERT, "tp": 2, "model.vocab": 37, "model.label_smoothing": 0.1, "recompute": "full", **HEAD_BIAS,
     },
-    "bert, sequence parallel": {**BERT, "tp": 2, "recompute": "full", **SEQUENCE_PARALLEL},
     "bert, 1f1b and dp": {**BERT, "pp": 2, "dp": 2, "schedule": "1f1b", "microbatches": 2},
     "bert, zero bubble and tp": {
         **BERT, "tp": 2, "pp": 2, "schedule": "zero_bubble", "virtual_stages": 1, "microbatches": 2,
         **SEQUENCE_PARALLEL, **HEAD_BIAS,
     },
     "bert, fsdp and tp": {**BERT, "dp": 2, "tp": 2, **FSDP, **HEAD_BIAS},
-    "bert, 2d": {**BERT, "tp": 4, "layout": "2d", **HEAD_BIAS},
 }  # fmt: skip
 if FULL:
     CELLS["module, sequence parallel, pp, zero1"] = {**CELLS["module, sequence parallel, zero1"], "pp": 2}

@@ -69,9 +69,7 @@ PLANTED: list[tuple[str, Overrides]] = [
     ("expert_gradients_summed_over_dp", HALF_EXPERTS),
     ("expert_gradients_summed_over_dp", ALL_EXPERTS),
     ("expert_gradients_not_summed", HALF_EXPERTS),
-    ("expert_gradients_ep_times_too_large", HALF_EXPERTS),
-    ("expert_gradients_ep_times_too_large", ALL_EXPERTS),
-    ("expert_gradients_ep_times_too_large", {**HALF_EXPERTS, **FSDP}),
+    ("expert_gradients_ep_times_too_large", {**HALF_EXPERTS, **FSDP}),  # without FSDP: test_data_experts.py
     ("experts_summed_with_other_experts", {**HALF_EXPERTS, **ZERO1}),
     ("experts_summed_with_other_experts", {**HALF_EXPERTS, **ZERO2}),
     ("fsdp_divides_experts", {**HALF_EXPERTS, **FSDP}),

@@ -41,8 +41,6 @@ def swept(capsys, *words: str) -> list[tuple[str, int]]:
     ("value", "chosen"),
     [
         ("gpt_small,other", [("gpt_small", 3), ("other", 2)]),
-        ("choice(gpt_small,other)", [("gpt_small", 3), ("other", 2)]),
-        ("glob(gpt_*)", [("gpt_small", 3), ("gpt_tiny", 2)]),
         ("glob([gpt_*,oth*],exclude=[gpt_s*,gpt_o*,gpt2*])", [("gpt_tiny", 2), ("other", 2)]),
         ("sort(other,gpt_small)", [("gpt_small", 3), ("other", 2)]),
         ("choice(recipes/gpt_small.yaml,gpt_tiny)", [("recipes/gpt_small.yaml", 3), ("gpt_tiny", 2)]),
