@@ -9,13 +9,15 @@ from tests.cli.launcher import run_to_end
 from tests.cli.test_program import TINY
 
 
-def test_a_run_with_everything_counts_what_it_sent(tmp_path):
-    words = ["strategy=horovod", "dp=2", "strategy.data.compression=fp16"]
+def test_a_run_with_everything_leaves_a_timeline_and_counts_what_it_sent(tmp_path):
+    words = ["strategy=horovod", "dp=2", "strategy.data.timeline=true", "strategy.data.compression=fp16"]
     words += ["strategy.data.worker_batches=[3,2]", "optimizer.lr_scale=linear", *TINY, "steps=3"]
     words.remove("steps=1")
     done = run_to_end(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    directory = next(Path(tmp_path).glob("runs/*/*/summary.json")).parent
+    directory = next(Path(tmp_path).glob("runs/*/*/timeline.json")).parent
+    events = [event["name"] for event in json.loads((directory / "timeline.json").read_text().rstrip(",\n") + "]")]
+    assert "JOIN: worker 1 has no batch after step 2" in events and "STEP 3" in events
     summary = json.loads((directory / "summary.json").read_text())
     assert summary["communication_as_predicted"] and summary["equivalence"] == "replay"
     rates = [json.loads(line)["lr"] for line in (directory / "metrics.jsonl").read_text().splitlines()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,16 @@ def step(training: Training, number: int) -> float:
 
 def context(directory: str) -> Any:
     return SimpleNamespace(rank=dist.get_rank(), directory=Path(directory))
+
+
+def timeline(overrides: dict[str, Any], directory: str) -> list[dict[str, Any]]:
+    """The events of two steps; only rank 0 has any."""
+    training = start({**overrides, "strategy.data.timeline": True})
+    training.data.begin_run(training, context(directory), 0)
+    for number in (1, 2):
+        step(training, number)
+    path = Path(directory) / "timeline.json"
+    return json.loads(path.read_text().rstrip(",\n") + "]") if dist.get_rank() == 0 else []
 
 
 def gradient_of_alike(overrides: dict[str, Any]) -> Tensor:

@@ -179,3 +179,24 @@ def test_all_ranks_get_the_same_bits_and_the_pairs_of_pairs(world):
         while len(level) > 1:
             level = [adasum.weigh(a, b, adasum.dots(a, b)) for a, b in zip(level[::2], level[1::2])]
         torch.testing.assert_close(part, level[0], rtol=1e-12, atol=1e-14)
+
+
+# -- timeline
+
+
+def test_the_timeline_shows_the_first_sum_before_backward_ends(tmp_path):
+    overrides = {"dp": 2, "microbatches": 2, "strategy.data.bucket_mb": 0.005}
+    events, nothing = run_ranks(2, body.timeline, overrides, str(tmp_path))
+    assert nothing == []
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {"steps", "fusion buffer 0", "fusion buffer 1"} <= set(named.values())
+    (over,) = [event["ts"] for event in events if event["name"] == "BACKWARD_OVER 2"]
+    (second,) = [event["ts"] for event in events if event["name"] == "STEP 2"]
+    sums = [event for event in events if event["name"] == "GLOO_ALLREDUCE" and event["ts"] > second]
+    assert second < min(event["ts"] for event in sums) < over
+    tensors = [event for event in events if event["name"] == "ALLREDUCE"]
+    assert "embedding.position.weight" in {named[event["pid"]] for event in tensors}
+    waits = {event["pid"]: event for event in events if event["name"] == "NEGOTIATE_ALLREDUCE" and event["ts"] > second}
+    assert len(waits) == len(set(named.values()) - {"steps"}) - len([n for n in named.values() if "fusion" in n])
+    assert any(event["dur"] > 0 for event in waits.values()), "gradients wait until their buffer is full"
+    assert [event for event in events if event.get("dur", 0) < 0] == []

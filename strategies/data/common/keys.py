@@ -81,6 +81,7 @@ class RingConfig(AlgorithmKeys):
 class HorovodConfig(AlgorithmKeys):
     kind: str = "horovod"
     reduction: str = key("average", "horovod: operation that combines gradients", choices=("average", "adasum"))
+    timeline: bool = key(False, "horovod: write timeline.json, a Chrome trace of the reducer")
     worker_batches: list[int] = key(list, "horovod: number of batches of each worker; []: enough for all steps")
     process_sets: list[list[int]] = key(list, "horovod: workers that average among themselves; []: all")
 

@@ -1,4 +1,4 @@
-"""horovod: ddp with what belongs to Horovod: broadcast, fusion, Adasum, process sets, join.
+"""horovod: ddp with what belongs to Horovod: broadcast, fusion, Adasum, process sets, join, timeline.
 
 Idea: Initial weights are broadcast from worker 0 and gradients are all-reduced in fused buffers during backward. What
 Horovod negotiates in every cycle (which tensors are ready everywhere) is fixed in the plan: there is no cycle time, and

@@ -40,6 +40,7 @@ class Horovod(AlgorithmAllReduce):
     config_class = HorovodConfig
 
     reduction: str = "average"
+    timeline: bool = False
     worker_batches: tuple[int, ...] = ()
     process_sets: tuple[tuple[int, ...], ...] = ()
 
@@ -63,6 +64,7 @@ class Horovod(AlgorithmAllReduce):
             resolved,
             algorithm=NativeAllReduce() if is_single else resolved.algorithm,
             reduction="average" if request.dp == 1 else data.reduction,
+            timeline=data.timeline,
             worker_batches=tuple(data.worker_batches),
             process_sets=() if request.dp == 1 else checks.complete_sets(data.process_sets, request.dp),
         )

@@ -6,7 +6,7 @@ of the weights are combined.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from parallelrun.base.context import WorkerContext
 from parallelrun.base.layout import Layout
 from parallelrun.distributed import comm, torch_private
+from parallelrun.distributed.comm import Waitable
 from parallelrun.distributed.mesh import Group, Mesh
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.pieces.expert_axes import replica_axis
@@ -24,12 +25,14 @@ from parallelrun.training.loop.flat_tensors import bucket_pairs, flatten, unflat
 
 from ..common.allreduce.runtime import AlgorithmRuntime
 from ..common.bucket_sums import sum_over_context
+from ..common.reducer import Part
 from .adasum import all_combine
 from .plan import Horovod
+from .timeline import Timeline, WatchedExchange
 
 
 class HorovodRuntime(AlgorithmRuntime):
-    """Sums gradients over dp, or averages them within a process set."""
+    """Sums gradients over dp, or averages them within a process set, and may record each exchange."""
 
     @classmethod
     def attach(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> DataRuntime:
@@ -43,14 +46,24 @@ class HorovodRuntime(AlgorithmRuntime):
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh, group: Group):
         self._group = group
+        self._exchanges: list[WatchedExchange] = []
+        self._timeline: Timeline | None = None
         super().__init__(pairs, plan, mesh)
+
+    def sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
+        send = super().sender(buffer, parts, group)
+        if not Horovod.of(self._plan).timeline:
+            return send
+        exchange = WatchedExchange(tuple(parameter.name for parameter, _ in parts), buffer.nbytes, send)
+        self._exchanges.append(exchange)
+        return exchange.start
 
     def group_of(self, axis: str) -> Group:
         """The process set, or the group over experts' copies."""
         return self._group if axis == self._plan.data_axis else super().group_of(axis)
 
     def begin_run(self, training: Training, context: WorkerContext, start: int) -> None:
-        """Broadcast the weights and the optimizer's state of worker 0 after a resume."""
+        """Broadcast the weights and the optimizer's state of worker 0 after a resume, and open the timeline."""
         if start and not self._plan.data.independent:
             state = [
                 (p.layout, value)
@@ -59,10 +72,24 @@ class HorovodRuntime(AlgorithmRuntime):
             ]
             weights = [(p.layout, p.tensor.detach()) for p in training.held]
             broadcast([*weights, *state], self._plan, self._mesh)
+        if Horovod.of(self._plan).timeline and context.rank == 0:
+            self._timeline = Timeline(context.directory, self._exchanges, self.parameters, self._plan, start)
+
+    def begin_step(self) -> None:
+        if self._timeline:
+            self._timeline.begin_step()
+        super().begin_step()
+
+    def launch_gradients(self) -> None:
+        if self._timeline:
+            self._timeline.backward_is_over()
+        super().launch_gradients()
 
     def finish_gradients(self) -> None:
         """Make every gradient the sum over dp, or the mean over its process set."""
         super().finish_gradients()
+        if self._timeline:
+            self._timeline.step_is_summed()
         if self._plan.data.independent:
             for buffers in self.flat_gradients.values():
                 torch_private.multiply(list(buffers), 1 / self._group.size)
