@@ -25,6 +25,7 @@ from parallelrun.planner.contract.optimizers import with_lr_scale
 from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.definitions import Packing
+from parallelrun.planner.pieces.packing import as_computed
 from parallelrun.training.loop.batchnorm_statistics import RunningStatistics
 from parallelrun.training.loop.data_runtime import DataRuntime, data_runtime
 from parallelrun.training.loop.gradients import Gradients
@@ -67,7 +68,7 @@ class Training:
     def packing(self) -> Packing | None:
         """How documents fill the samples, if they are packed."""
         train = self.dataset.train
-        return train.packing() if train.packs else None
+        return as_computed(train.packing(), self.plan.spec) if train.packs else None
 
     @property
     def parameters(self) -> list[LocalParameter]:
