@@ -86,7 +86,7 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     spec = ModelSpec(
         name=config.model.preset,
         kind=kind,
-        blocks=blocks,
+        blocks=lora.stored_blocks(blocks, config),
         sample_shape=shape,
         boundary_shape=boundary,
         targets_per_sample=prod(output[1:-1]),

@@ -22,7 +22,7 @@ from parallelrun.models.network import Network, compile_blocks
 from parallelrun.models.optimizer import Optimizer
 from parallelrun.models.vision.batch_norm import give_sets
 from parallelrun.planner.contract.optimizers import with_lr_scale
-from parallelrun.planner.contract.parameters import LocalParameter
+from parallelrun.planner.contract.parameters import LocalParameter, uses_rounded
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.definitions import Packing
 from parallelrun.planner.pieces.packing import as_computed
@@ -151,7 +151,7 @@ def build_model_parts(config: Config, plan: Plan, mesh: Mesh, network: Network |
     _parallelize("tensor", plan.tensor.kind, network, plan, mesh)
     if plan.expert:
         _parallelize("expert", plan.expert.kind, network, plan, mesh)
-    network.rounds_weights = plan.precision.compute != plan.precision.stored
+    network.rounds_weights = uses_rounded(plan)
     recompute.apply(network, plan.recompute)
     if config.compile:
         compile_blocks(network)
