@@ -109,7 +109,7 @@ def test_packed_documents_have_the_logits_of_each_alone(family: str) -> None:
     made = config(family, dataset__pack=True)
     if family in CANNOT_PACK:
         problem = problem_of(made)
-        assert problem.where == "dataset.pack" and CANNOT_PACK[family] in problem.message
+        assert problem.where == "dataset.pack" and CANNOT_PACK[family] in str(problem)
         return
     module, lengths = builder.make_module(made, 96).eval(), [5, 1, 9, 3]
     tokens = torch.randint(2, 96, (2, 20))
@@ -129,7 +129,7 @@ def test_a_module_that_restarts_positions_but_not_its_mask_is_refused(monkeypatc
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: None)
     problem = problem_of(config("llama", dataset__pack=True))
     text_inputs.unpackable.cache_clear()
-    assert "its tokens see other documents" in problem.message
+    assert "its tokens see other documents" in str(problem)
 
 
 def test_seq2seq_has_the_loss_of_transformers() -> None:
