@@ -218,9 +218,9 @@ def check_model(index: Index, plan: Plan, path: Path) -> None:
         if tensor.shape != tuple(parameter.shape)
     ]
     dtypes = [
-        f"{name} is {tensor.dtype} in the checkpoint, {dtype} under precision={plan.precision.name}"
-        for name, tensor, _ in both
-        if tensor.dtype != dtype
+        f"{name} is {tensor.dtype} in the checkpoint, {p.stored or dtype} under precision={plan.precision.name}"
+        for name, tensor, p in both
+        if tensor.dtype != (p.stored or dtype)
     ]
     differences = [*missing, *surplus, *shapes, *dtypes]
     if differences:
@@ -240,6 +240,7 @@ def _wrong_state(index: Index, plan: Plan) -> list[str]:
     """Return messages about tensors that are neither weights nor state of the plan's parameters in shape and dtype."""
     additional = tuple(f"{kind}/" for kind in index.extra.get("kept", ()))
     names = {name: tuple(parameter.shape) for name, parameter in plan.spec.parameters.items()}
+    dtypes = {name: parameter.stored or plan.precision.stored for name, parameter in plan.spec.parameters.items()}
     wrong = []
     for key, tensor in index.tensors.items():
         base = _REPLICA.sub("", key, count=1)
@@ -249,8 +250,8 @@ def _wrong_state(index: Index, plan: Plan) -> list[str]:
             wrong.append(f"{key} belongs to no parameter")
         elif tensor.shape != names[name] and not (kind and tensor.shape == ()):
             wrong.append(f"{key} is {list(tensor.shape)}, its parameter {list(names[name])}")
-        elif tensor.dtype != plan.precision.stored and not (kind == "step" and tensor.dtype == "float32"):
-            wrong.append(f"{key} is {tensor.dtype}, expected {plan.precision.stored}")
+        elif tensor.dtype != dtypes[name] and not (kind == "step" and tensor.dtype == "float32"):
+            wrong.append(f"{key} is {tensor.dtype}, expected {dtypes[name]}")
     optimizer = OPTIMIZERS.get(index.optimizer)
     wanted = optimizer.state_names if optimizer else frozenset()
     for name, kinds in index.state_kinds.items():

@@ -70,6 +70,36 @@ OF_MODULES: dict[str, dict[str, Any]] = {
 }
 
 
+BF16_BASE = {"model.lora.base_dtype": "bf16"}
+PACKED: dict[str, dict[str, Any]] = {
+    "gpt2, ddp": {"dp": 2},
+    "gemma2, fsdp": {"dp": 2, "strategy.data.kind": "fsdp"},
+    "llama, tp, pp, full": {"tp": 2, "pp": 2, "recompute": "full"},
+    "qwen3, zero bubble": {"pp": 2, "schedule": "zero_bubble"},
+}
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("cell", ["ddp", "fsdp", "zero1", "tp", "zero bubble, tp, recompute", "fsdp, tp"])
+def test_adapters_of_a_base_in_bf16_are_trained_as_on_one_device(cell: str) -> None:
+    pytest.importorskip("transformers")
+    assert_equal(parity({**overrides("llama"), **LORA, **BF16_BASE, **ADAPTED[cell]}))
+
+
+@pytest.mark.extras
+def test_a_second_forward_rounds_the_weights_of_a_block_of_one_layer() -> None:
+    pytest.importorskip("transformers")
+    assert_equal(parity({**overrides("llama"), "dp": 2, "precision.name": "bf16", "recompute": "full"}))
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("cell", PACKED)
+def test_packed_answers_train_a_model_of_transformers(talks: dict[str, Any], cell: str) -> None:
+    pytest.importorskip("transformers")
+    data = {**talks, "model.seq": 64, "dataset.pack": True, "global_batch": 4, "model.hf": {"vocab_size": 260}}
+    assert_equal(parity({**overrides(cell.partition(",")[0]), **data, **PACKED[cell]}))
+
+
 @pytest.mark.extras
 @pytest.mark.parametrize("cell", ADAPTED)
 def test_adapters_are_trained_as_on_one_device(cell: str) -> None:
@@ -77,6 +107,7 @@ def test_adapters_are_trained_as_on_one_device(cell: str) -> None:
     assert_equal(parity({**overrides("llama"), **LORA, **ADAPTED[cell]}))
 
 
+@pytest.mark.parametrize("more", [{}, BF16_BASE], ids=["", "bf16"])
 @pytest.mark.parametrize("cell", OF_MODULES)
-def test_adapters_of_a_users_module_are_trained_as_on_one_device(cell: str) -> None:
-    assert_equal(parity({**MODULE, **LORA, **OF_MODULES[cell]}))
+def test_adapters_of_a_users_module_are_trained_as_on_one_device(cell: str, more: dict[str, Any]) -> None:
+    assert_equal(parity({**MODULE, **LORA, **OF_MODULES[cell], **more}))

@@ -47,7 +47,7 @@ MODULE = {key: value for key, value in GPT.items() if key not in ("model.layers"
     "model.arguments": {"head_dim": 16, "depth": 4},
 }  # fmt: skip
 ROLES = {"model.roles": {"layers.*.[qkv]": "column_parallel", "layers.*.out": "row_parallel"}}
-LORA = {"model.lora.rank": 8}
+LORA, BF16_BASE = {"model.lora.rank": 8}, {"model.lora.base_dtype": "bf16"}
 FEW = GPT | {"global_batch": 2, "micro_batch": 1, "model.seq": 16, "recompute": "full"}
 FP16, BF16 = ({"precision.name": name} for name in ("fp16", "bf16"))
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
@@ -92,6 +92,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "module": MODULE,
     "module roles": MODULE | ROLES,
     "module lora": MODULE | LORA,
+    "module lora bf16, base in bf16": MODULE | LORA | BF16 | BF16_BASE,
+    "module lora full bf16, base in bf16, fsdp": MODULE | LORA | BF16 | BF16_BASE | FULL | data("fsdp"),
     # A small model and batch: the peak lies where backward has the gradient of a large weight in bf16 and in fp32.
     "gradient of the largest weight": MLP
     | BF16

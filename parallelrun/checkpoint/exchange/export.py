@@ -134,7 +134,9 @@ FORMATS = {"hf": _hugging_face, "safetensors": _safetensors, "torch": _torch, "p
 
 
 def _own_pieces(source: StoredModel) -> list[Piece]:
-    return [Piece(name, name) for name in source.spec.parameters]
+    """Adapters first: theirs may be the wider dtype, and the first tensor's is that of the files."""
+    names = sorted(source.spec.parameters, key=lambda name: not source.spec.parameters[name].is_adapter)
+    return [Piece(name, name) for name in names]
 
 
 def _stored(source: StoredModel, pieces: Sequence[Piece], constants: Mapping[str, FixedTensor]) -> Iterator[Stored]:

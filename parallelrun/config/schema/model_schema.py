@@ -48,6 +48,7 @@ class LoraConfig:
     )
     alpha: float = key(16.0, "adapters are multiplied by alpha / rank", above=0)
     targets: list[str] = key(list, "names of adapted layers, or their ends; patterns allowed; []: all but the output")
+    base_dtype: str | None = key(None, "dtype of the frozen weights; null: that of the precision", choices=("bf16",))
 
 
 @dataclass

@@ -53,10 +53,17 @@ def make_module(config: Config, vocab: int) -> nn.Module:
     task = _task(config, settings)
     if config.precision.name == "fp64":  # torch has no grouped products of doubles
         settings._experts_implementation = "eager"
+    auto = getattr(transformers, TASKS[task])
+    trial = text_inputs.PackingTrial(auto, repr(settings), settings)
+    if config.dataset.pack and (reason := text_inputs.unpackable(trial)):
+        message = f"dataset.pack=true with {title(config)}: {reason}"
+        raise ConfigError(Problem(message, "dataset.pack", "leave dataset.pack out, or model=gpt", kind="not_built"))
     try:
-        module: Any = getattr(transformers, TASKS[task]).from_config(settings, dtype=torch.float32)
+        module: Any = auto.from_config(settings, dtype=torch.float32)
     except (ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
         raise failed(f"transformers builds no {task} from {title(config)}", error) from error
+    if config.dataset.pack:
+        text_inputs.restart_positions(module)
     text = settings.get_text_config()
     # Every rank needs whole groups of heads: the class's attention has no copies of kv heads.
     module.heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)

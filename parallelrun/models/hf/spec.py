@@ -18,6 +18,7 @@ class HuggingFaceDefinition(ModelDefinition):
     own_keys = frozenset({"path", "hf", "task", "roles", "vocab", "seq", "label_smoothing", "norm_samples",
                           "mask_token", "lora", "before", "blocks"})  # fmt: skip
 
+    packs = True  # where the class can: `text_inputs.unpackable`
     their_prefix = "module."
 
     def make(self, config: Config, vocab: int) -> ModelSpec:

@@ -17,7 +17,9 @@ from parallelrun.base.precision import BYTES, TABLE
 from parallelrun.base.registry import has
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed import torch_private
+from parallelrun.models import documents as packed
 from parallelrun.models import layers
+from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.module import checks, lora, network, samples, slices, source
 from parallelrun.models.module.measuring import BlockMeasure
 from parallelrun.models.module.outputs import call, undefined
@@ -85,7 +87,7 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     spec = ModelSpec(
         name=config.model.preset,
         kind=kind,
-        blocks=blocks,
+        blocks=lora.stored_blocks(blocks, config),
         sample_shape=shape,
         boundary_shape=boundary,
         targets_per_sample=prod(output[1:-1]),
@@ -113,10 +115,14 @@ def _computed(
     width = BYTES[TABLE[config.precision.name].compute]
     if device:
         batch = samples.example(config, kind, shape, device)
-        blocks, boundary, output = _measure(module, names, batch, width, how)
-        if config.tp != 1 and not config.model.loss:
-            halved = source.build_with_roles(config, vocab, device).eval()
-            blocks = _with_replicated(blocks, halved, names, batch, width, how)
+        documents = None
+        if config.dataset.pack:
+            documents = DocumentBounds([shape[:1]], torch.zeros(1, shape[0], dtype=torch.int64, device=device))
+        with packed.scope(documents):
+            blocks, boundary, output = _measure(module, names, batch, width, how)
+            if config.tp != 1 and not config.model.loss:
+                halved = source.build_with_roles(config, vocab, device).eval()
+                blocks = _with_replicated(blocks, halved, names, batch, width, how)
     else:
         blocks, boundary, output = _estimate(module, names, kind, shape, vocab)
     if config.model.loss:

@@ -8,6 +8,7 @@ layer A is replicated and B column parallel, beside a row-parallel one A is row 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from parallelrun.base.errors import ConfigError, Problem, with_article
+from parallelrun.base.precision import TABLE
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models import layers
-from parallelrun.planner.model.model_spec import Initialiser
+from parallelrun.planner.model.model_spec import SAMPLE_SET_ROLE, BlockSpec, Initialiser, LayerSpec
 
 KEY = "model.lora.targets"
 NAMES = ("lora_A", "lora_B")
@@ -47,6 +49,21 @@ def add(module: nn.Module, config: Config, vocab: int, title: str) -> None:
     for layer in targets.values():
         sizes = layer.weight.shape if is_transposed(layer) else layer.weight.shape[::-1]
         _attach(layer, Factor(sizes[0], rank), Factor(rank, sizes[1]), scale_of(config))
+
+
+def stored_blocks(blocks: tuple[BlockSpec, ...], config: Config) -> tuple[BlockSpec, ...]:
+    """The blocks with frozen weights in `model.lora.base_dtype`; statistics of BatchNorm, which move, are none."""
+    if config.model.lora.base_dtype is None:
+        return blocks
+    dtype = TABLE[config.model.lora.base_dtype].compute
+
+    def stored(layer: LayerSpec) -> LayerSpec:
+        if layer.layer_role == SAMPLE_SET_ROLE:
+            return layer
+        parameters = (replace(p, stored=dtype) if p.frozen else p for p in layer.parameters)
+        return replace(layer, parameters=tuple(parameters))
+
+    return tuple(replace(block, layers=tuple(map(stored, block.layers))) for block in blocks)
 
 
 def scale_of(config: Config) -> float:

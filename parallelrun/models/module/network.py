@@ -36,6 +36,9 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
     _set_dropout_widths(module, config, spec)
     allocate(module, torch.device("meta"))
     store(module, precision.stored)
+    for name, parameter in module.named_parameters():
+        if (stored := spec.parameters[f"{ROOT}.{name}"].stored) is not None:
+            parameter.data = parameter.data.to(getattr(torch, stored))
     for part in module.modules():
         _compute_in(part, dtype)
     loss = OwnLoss() if config.model.loss else layers.TokenLoss(config.model.label_smoothing)

@@ -4,6 +4,7 @@ forward makes are made again by every stage."""
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -178,13 +179,17 @@ class OwnForwardNetwork(Network):
             config.use_cache = False  # a second forward would append its keys and values to the first's
         for name in self.recomputed:
             block = self.block(name)
-            block.forward = partial(self._run_block, block.forward)
+            again = copy.copy(block)  # has its hooks, which round weights: a second forward calls them too
+            block._forward_pre_hooks, block._forward_hooks = OrderedDict(), OrderedDict()
+            block.forward = partial(self._run_block, again)
 
-    def _run_block(self, forward: Callable[..., Tensor], hidden: Tensor, *more: Any, **named: Any) -> Tensor:
+    def _run_block(self, block: nn.Module, hidden: Tensor, *more: Any, **named: Any) -> Tensor:
         def run(x: Tensor) -> Tensor:  # backward calls it outside of the module's forward
             with StayDouble() if x.dtype == torch.float64 else nullcontext():
-                return forward(x, *more, **named)
+                out: Tensor = block(x, *more, **named)
+                return out
 
+        block.training = self.training
         return recompute.run(run, hidden, dropout.current_sample_ids(), self.recompute)
 
 

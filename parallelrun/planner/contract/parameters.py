@@ -64,9 +64,15 @@ def module_layout(spec: ParameterSpec, plan: Plan) -> Layout:
 def element_bytes(spec: ParameterSpec, plan: Plan, layout: Layout | None = None) -> int:
     """Bytes of an element of a parameter in a stage's modules, and of its gradient. layout: its `module_layout`, if it
     is known already."""
-    if not plan.data.rounds_weights:
-        return BYTES[plan.precision.stored]
+    if spec.stored or not plan.data.rounds_weights:
+        return BYTES[spec.stored or plan.precision.stored]
     return BYTES[plan.data.weight_dtype(spec, layout or module_layout(spec, plan), plan)]
+
+
+def uses_rounded(plan: Plan) -> bool:
+    """Whether any weight is rounded to the compute dtype, or widened, where it is used."""
+    dtypes = {spec.stored or plan.precision.stored for spec in plan.spec.parameters.values()}
+    return dtypes != {plan.precision.compute}
 
 
 def block_dtypes(name: str, plan: Plan) -> tuple[str, ...]:

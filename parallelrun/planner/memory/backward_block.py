@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from parallelrun.base.precision import BYTES
-from parallelrun.planner.contract.parameters import block_dtypes
+from parallelrun.planner.contract.parameters import block_dtypes, uses_rounded
 from parallelrun.planner.contract.plan import Plan, once
 from parallelrun.planner.contract.tensor_strategy import LayerBackward
 
@@ -48,7 +48,7 @@ def backward_blocks(names: Iterable[str], plan: Plan) -> list[BackwardBlock]:
 def keeps_rounded(plan: Plan) -> bool:
     """Whether a second forward rounds weights and keeps them: not gathered ones, nor where backward is split
     (`recompute.KEPT`)."""
-    rounds = plan.precision.compute != plan.precision.stored and not plan.pipeline.splits_backward
+    rounds = uses_rounded(plan) and not plan.pipeline.splits_backward
     gathered = plan.data.shards_weights and plan.data.exchange_form(plan).gathers_rounded
     return plan.recompute == "full" and rounds and not gathered
 
@@ -91,6 +91,8 @@ def _with_rounded(passes: tuple[LayerBackward, ...], rounded: int) -> tuple[Laye
     """With the rounded weights that a second forward keeps. What a layer has saved is freed before the gradient of its
     weights, in the compute dtype until then, is there in the stored one, too."""
     weights, changed = sum(layer.weights for layer in passes), []
+    if not weights:  # of a block that was measured as one, or is frozen
+        return (replace(passes[0], kept=passes[0].kept + rounded), *passes[1:])
     for layer in passes:
         saved = layer.kept + rounded * layer.weights // weights
         changed.append(replace(layer, kept=saved, scratch=layer.scratch - min(layer.weights, saved)))

@@ -10,7 +10,7 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model import definitions
 from parallelrun.planner.model.definitions import Packing
-from parallelrun.planner.model.model_spec import BlockSpec, ModelSpec
+from parallelrun.planner.model.model_spec import MEASURED, BlockSpec, ModelSpec
 
 
 def packed_spec(config: Config, spec: ModelSpec, problems: list[Problem]) -> ModelSpec:
@@ -36,9 +36,15 @@ def packing_of(config: Config, spec: ModelSpec) -> Packing | None:
         return None
     definition = definitions.dataset(config)
     try:
-        return definition.open(config, spec).train.packing() if definition.is_ready(config) else None
+        return as_computed(definition.open(config, spec).train.packing(), spec) if definition.is_ready(config) else None
     except EnvironmentProblem:
         return None  # the run will say what is wrong
+
+
+def as_computed(packing: Packing, spec: ModelSpec) -> Packing:
+    """`packing` with the work of whole samples, which attention of other people's modules does under its mask."""
+    measured = any(block.kind == MEASURED for block in spec.blocks)
+    return replace(packing, squares=float(spec.seq**2)) if measured else packing
 
 
 def with_packing(plan: Plan, packing: Packing | None) -> Plan:

@@ -133,7 +133,7 @@ def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     sizes: dict[object, tuple[int, int, int]] = {}  # several stages of a rank have equal parameters
     for parameter, count in distinct_parameters(plan, pp_rank):
         spec, layout = parameter.spec, parameter.layout
-        key = spec.shape, spec.layer_role, spec.heads, spec.frozen, layout
+        key = spec.shape, spec.layer_role, spec.heads, spec.frozen, spec.stored, layout
         if key not in sizes:
             sizes[key] = parameter_bytes(spec, layout, plan, coordinate)
         weight, gradient, state = sizes[key]
@@ -181,7 +181,9 @@ def checkpoint_bytes(plan: Plan) -> int:
     state = plan.spec.num_parameters + trained * plan.optimizer_states
     replicas = plan.mesh.size("dp")
     copies = 1 + replicas if plan.data.independent and replicas > 1 else 1
-    return (state * copies + trained * plan.data.kept_states) * BYTES[plan.precision.stored]
+    stored = BYTES[plan.precision.stored]
+    narrower = sum(p.numel * (stored - BYTES[p.stored]) for p in plan.spec.parameters.values() if p.stored)
+    return (state * copies + trained * plan.data.kept_states) * stored - narrower * copies
 
 
 def copied_bytes(config: Config, plan: Plan) -> int:

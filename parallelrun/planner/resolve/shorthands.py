@@ -177,7 +177,7 @@ def _ignored_elsewhere(config: Config, pp: int) -> dict[str, str]:
         if "lora" not in own:
             ignored |= {f"model.lora.{item.name}": "model=hf" for item in fields(LoraConfig)}
         elif config.model.lora.rank is None:
-            ignored |= {f"model.lora.{key}": "model.lora.rank=8" for key in ("alpha", "targets")}
+            ignored |= {f"model.lora.{key}": "model.lora.rank=8" for key in ("alpha", "targets", "base_dtype")}
         ignored |= {"dropout": ""} if "dropout" not in own and config.dropout else {}
     if has("datasets", config.dataset.name):
         dataset = definitions.dataset(config)

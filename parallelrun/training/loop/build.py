@@ -22,9 +22,10 @@ from parallelrun.models.network import Network, compile_blocks
 from parallelrun.models.optimizer import Optimizer
 from parallelrun.models.vision.batch_norm import give_sets
 from parallelrun.planner.contract.optimizers import with_lr_scale
-from parallelrun.planner.contract.parameters import LocalParameter
+from parallelrun.planner.contract.parameters import LocalParameter, uses_rounded
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.definitions import Packing
+from parallelrun.planner.pieces.packing import as_computed
 from parallelrun.training.loop.batchnorm_statistics import RunningStatistics
 from parallelrun.training.loop.data_runtime import DataRuntime, data_runtime
 from parallelrun.training.loop.gradients import Gradients
@@ -67,7 +68,7 @@ class Training:
     def packing(self) -> Packing | None:
         """How documents fill the samples, if they are packed."""
         train = self.dataset.train
-        return train.packing() if train.packs else None
+        return as_computed(train.packing(), self.plan.spec) if train.packs else None
 
     @property
     def parameters(self) -> list[LocalParameter]:
@@ -150,7 +151,7 @@ def build_model_parts(config: Config, plan: Plan, mesh: Mesh, network: Network |
     _parallelize("tensor", plan.tensor.kind, network, plan, mesh)
     if plan.expert:
         _parallelize("expert", plan.expert.kind, network, plan, mesh)
-    network.rounds_weights = plan.precision.compute != plan.precision.stored
+    network.rounds_weights = uses_rounded(plan)
     recompute.apply(network, plan.recompute)
     if config.compile:
         compile_blocks(network)

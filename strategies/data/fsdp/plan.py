@@ -6,7 +6,7 @@ Layouts append the shard axis to one dim's axes: each parameter's local tensor i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.layout import Layout
@@ -210,7 +210,8 @@ def _gathered_at(index: int, freed: Sequence[int]) -> tuple[int, int]:
 def _padded_numel(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:
     """Elements of a unit as it is sent, computed once for the units of equal blocks."""
     block = plan.spec.first_alike.get(unit.block, unit.stage)
-    key = "padded numel", unit.kind, block, len(unit.parameters), *sorted(coordinate.items())
+    dtypes = {p.spec.stored for p in unit.parameters}
+    key = "padded numel", unit.kind, block, len(unit.parameters), *dtypes, *sorted(coordinate.items())
 
     def compute() -> int:
         shapes = local_shapes(unit.parameters, coordinate, plan)
@@ -221,5 +222,10 @@ def _padded_numel(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:
 
 
 def _gathered_bytes(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:
-    dtype = plan.precision.compute if unit.rounded else plan.precision.stored
-    return BYTES[dtype] * _padded_numel(unit, coordinate, plan)
+    if unit.rounded:
+        return BYTES[plan.precision.compute] * _padded_numel(unit, coordinate, plan)
+    size = 0
+    for dtype in dict.fromkeys(p.spec.stored for p in unit.parameters):
+        alike = replace(unit, parameters=tuple(p for p in unit.parameters if p.spec.stored == dtype))
+        size += BYTES[dtype or plan.precision.stored] * _padded_numel(alike, coordinate, plan)
+    return size

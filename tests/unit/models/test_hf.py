@@ -14,6 +14,8 @@ from parallelrun.checkpoint.exchange.export import export
 from parallelrun.checkpoint.exchange.source import StoredModel, initial_weights
 from parallelrun.checkpoint.exchange.weights import LoadedWeights
 from parallelrun.config.schema.run_schema import Config
+from parallelrun.models import documents as packed
+from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.hf import spec
 from parallelrun.models.moe import own_experts
 from parallelrun.models.moe.layer import LocalDispatcher
@@ -22,6 +24,7 @@ from tests.plans import llama, narrow_config, tiny_plan
 
 transformers = pytest.importorskip("transformers")
 builder = pytest.importorskip("parallelrun.models.hf.builder")
+text_inputs = pytest.importorskip("parallelrun.models.hf.text_inputs")
 pytestmark = pytest.mark.extras
 
 
@@ -94,6 +97,39 @@ def test_padding_does_not_change_the_class_of_a_text(family: str, monkeypatch: p
     assert difference() < 1e-6
     monkeypatch.setattr(builder.text_inputs, "mask_padding", lambda module, pad_token: None)
     assert family == "llama" or difference() > 1e-6  # a causal model finds the last token by itself
+
+
+CANNOT_PACK = {"opt": "see other documents", "bloom": "see other documents", "bert": "see other documents",
+               "falcon": "cannot be tried", "mamba2": "its state goes from token to token",
+               "roberta": "cannot be tried", "t5": "cannot be tried"}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "vit"])
+def test_packed_documents_have_the_logits_of_each_alone(family: str) -> None:
+    made = config(family, dataset__pack=True)
+    if family in CANNOT_PACK:
+        problem = problem_of(made)
+        assert problem.where == "dataset.pack" and CANNOT_PACK[family] in str(problem)
+        return
+    module, lengths = builder.make_module(made, 96).eval(), [5, 1, 9, 3]
+    tokens = torch.randint(2, 96, (2, 20))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.1)
+        with packed.scope(DocumentBounds.of([lengths, lengths], 20)):
+            together = module(tokens).logits[:, :18]
+        alone = torch.cat([module(part).logits for part in tokens.split([*lengths, 2], dim=1)[:-1]], dim=1)
+    assert (together - alone).abs().max() < 1e-5 * alone.abs().max()
+
+
+def test_a_module_that_restarts_positions_but_not_its_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import masking_utils
+
+    text_inputs.unpackable.cache_clear()
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: None)
+    problem = problem_of(config("llama", dataset__pack=True))
+    text_inputs.unpackable.cache_clear()
+    assert "its tokens see other documents" in str(problem)
 
 
 def test_seq2seq_has_the_loss_of_transformers() -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from parallelrun.base import registry
 from parallelrun.base.errors import ConfigError
+from parallelrun.base.precision import TABLE
 from parallelrun.checkpoint.exchange.export import export
 from parallelrun.checkpoint.exchange.source import StoredModel, initial_weights
 from parallelrun.checkpoint.exchange.weights import LoadedWeights
@@ -16,6 +18,7 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.initialise import logical
 from parallelrun.models.module import source
 from parallelrun.planner.model import definitions
+from parallelrun.planner.predict import prediction
 from parallelrun.planner.resolve.resolve_config import resolve
 from tests.extras import needs
 from tests.hugging_face_families import overrides
@@ -163,6 +166,30 @@ def test_a_run_starts_from_weights_without_adapters_and_from_its_own(tmp_path: P
 def initial_weights_of(made: Config, spec: Any, folder: Path) -> Any:
     made.init.weights = str(folder)
     return initial_weights(made, spec)
+
+
+@needs("transformers")
+def test_a_base_in_bf16_leaves_adapters_in_fp32(tmp_path: Path) -> None:
+    made = config("llama", model__lora__base_dtype="bf16", dp=2, strategy__data__kind="zero1")
+    plan = resolve(made)
+    spec, narrow = plan.spec, [p.numel for p in plan.spec.parameters.values() if p.stored == "bfloat16"]
+    network = registry.load("models", "hf", "network").build(made, spec, TABLE["fp32"])
+    dtypes = {name: str(p.dtype).removeprefix("torch.") for name, p in network.named_parameters()}
+    assert dtypes == {n: "float32" if p.is_adapter else "bfloat16" for n, p in spec.parameters.items()}
+    weights, plain = prediction.memory(plan, 0).weights, resolve(config("llama", dp=2, strategy__data__kind="zero1"))
+    assert prediction.memory(plain, 0).weights - weights == 2 * sum(narrow) > 0
+    assert prediction.checkpoint_bytes(plain) - prediction.checkpoint_bytes(plan) == 2 * sum(narrow)
+    tensors = {n: torch.randn(p.shape, dtype=getattr(torch, p.stored or "float32")) for n, p in spec.parameters.items()}
+    stored = StoredModel(tmp_path, made, spec, LoadedWeights(tmp_path, tensors))
+    export(stored, tmp_path / "own", "safetensors", None, 2**30)
+    export(stored, tmp_path / "merged", "hf", None, 2**30)
+    loaded = initial_weights_of(made, spec, tmp_path / "own")
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded.whole(name, tensor.shape).to(tensor.dtype), tensor), name
+    layer = "model.layers.0.mlp.up_proj"
+    first, second = (tensors[f"module.{layer}.lora_{factor}.weight"] for factor in "AB")
+    merged = initial_weights_of(config("llama"), spec, tmp_path / "merged").whole(f"module.{layer}.weight", (48, 32))
+    assert torch.allclose(merged, tensors[f"module.{layer}.weight"].float() + 8.0 * second @ first, atol=1e-5)
 
 
 @needs("peft")

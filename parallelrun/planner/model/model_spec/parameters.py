@@ -20,7 +20,7 @@ class ParameterSpec:
 
     heads: the number of attention heads in dim 0 (kv heads for wk, wv), None if it has none. frozen: it keeps its
     initial or resumed values, without gradient and optimizer state. is_adapter: weights without adapters have none of
-    it, and it starts with its initial values.
+    it, and it starts with its initial values. stored: its dtype, as named in torch; None: that of the precision table.
     """
 
     name: str
@@ -30,6 +30,7 @@ class ParameterSpec:
     heads: int | None = None
     frozen: bool = False
     is_adapter: bool = False
+    stored: str | None = None
 
     @property
     def numel(self) -> int:
