@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pairs import read_arguments, write
-from benchmarks.stacks import cluster_of, stack_of
 from parallelrun.base.errors import ConfigError
 from parallelrun.config import compose
 from parallelrun.config.overrides import read
@@ -36,10 +35,27 @@ from parallelrun.planner.predict.step_time.step import step_time
 from parallelrun.planner.resolve.resolve_config import resolve
 
 PUBLISHED = Path(__file__).parent / "published"
+# The program of a set, by the first word of a row's `set`; this one where a set is not listed.
+STACKS = {
+    "SC21": "megatron_lm_2021", "vTrain": "megatron_lm_2021", "MCore": "megatron_core", "llmfoundry": "llm_foundry",
+    "nanotron": "nanotron", "titan26": "torchtitan", "DGXC26": "nemo", "Qwen3": "megatron_core",
+}  # fmt: skip
+# Settings that differ between rows of a set, by words of a row's name.
+SETTINGS = {
+    "async TP": ["stack.tensor_overlap=0.5"],
+    "eager": ["stack.fused_elementwise=false", "stack.norm_bytes=[34,60]", "stack.logit_bytes=[14,18]"],
+}
+NODE = 8  # GPUs of the published machines whose runs checked collectives
+# The machines that are not the usual ones of their GPU.
+CLUSTERS = {"nanotron": "h100_efa", "titan26": "h100_hbm2e"}
+CLUSTERS_OF_GPUS = {
+    "A100": "a100_dgx", "H100": "h100_dgx", "H800": "h800", "H200": "h200", "B200": "b200", "GB200": "gb200",
+    "GB300": "gb300", "V100": "v100_32gb",
+}  # fmt: skip
 MODEL_SIZES = {
     "hidden": "h", "layers": "L", "heads": "a", "kv_heads": "kv", "ffn": "ffn", "vocab": "V", "seq": "s",
 }  # fmt: skip
-PLAN_SIZES = {"world": "N", "tp": "tp", "pp": "pp", "dp": "dp", "global_batch": "gbs", "micro_batch": "mbs"}
+PLAN_SIZES = {"world": "N", "tp": "tp", "pp": "pp", "dp": "dp", "cp": "cp", "global_batch": "gbs", "micro_batch": "mbs"}
 EXPERT_SIZES = {"experts": "experts", "expert_ffn": "efn", "shared_experts": "shared", "dense_layers": "dense"}
 NUMBERS = (*MODEL_SIZES.values(), *PLAN_SIZES.values(), *EXPERT_SIZES.values(), "topk", "ep", "v")
 
@@ -66,16 +82,17 @@ def sets() -> tuple[str, ...]:
     return tuple(sorted(found, key=lambda name: not name.startswith("fit_")))
 
 
-def rows_of(name: str, every: int = 1) -> Iterator[Row]:
-    """The measured rows of a set that this program can plan; only each `every`-th."""
+def rows_of(name: str, every: int = 1, named: bool = True) -> Iterator[Row]:
+    """The measured rows of a set that this program can plan; only each `every`-th. named: predicted for the program
+    that was measured, else for this one."""
     with open(PUBLISHED / f"{name}.csv", newline="") as file:
         published = [row for row in csv.DictReader(file) if row["status"] == "ok"]
     for row in published[::every]:
         try:
-            plan, config = planned(row)
+            plan, config = planned(row, named)
         except ConfigError:
             continue  # such as more stages than layers
-        time = step_time(plan, config.cluster, stack_of(row))
+        time = step_time(plan, config.cluster)
         assert time is not None, row
         flops = 3 * plan.spec.forward_flops * plan.batch.global_batch / plan.world
         seconds = float(row["measured_s"]), time.step_s, time.p10_s, time.p90_s
@@ -86,13 +103,38 @@ def kind_of(row: dict[str, str]) -> str:
     """What tells rows apart whose measured times depend on more than the plan (see README.md)."""
     if int(row["tp"]) > 8:
         return "tp > 8"
-    return "stages over nodes" if stack_of(row).checked_collectives else ""
+    return "stages over nodes" if _checked(row) else ""
 
 
-def planned(row: dict[str, str]) -> tuple[Plan, Config]:
-    """The plan of a published row. Raises ConfigError if it is not legal here."""
-    number = {key: int(float(row[key] or 0)) for key in NUMBERS}
-    config, given = _composed(*_choices(row, number))
+def _checked(row: dict[str, str]) -> bool:
+    """Whether a run checked every collective. The script that started nanotron's runs (run_multinode.sh) sets
+    TORCH_DISTRIBUTED_DEBUG=DETAIL in its later version, not in the first; the driver (scripts/scaling_benchmarks.py)
+    skips plans without stages that have run, and runs those with stages again. So do the times look: plans with stages
+    on several nodes wait for their hosts, in proportion to tp, however small the microbatch."""
+    return origin(row) == "nanotron" and int(row["pp"]) > 1 and int(row["N"]) > NODE
+
+
+def origin(row: dict[str, str]) -> str:
+    """The program of a published row, by the first word of its set."""
+    return row["set"].partition("-")[0]
+
+
+def stack_of(row: dict[str, str]) -> list[str]:
+    """The overrides for the program of a row."""
+    checked = ["stack.checked_collectives=true"] if _checked(row) else []
+    settings = [text for words, texts in SETTINGS.items() if words in row["name"] for text in texts]
+    return [f"stack={STACKS.get(origin(row), 'parallelrun')}", *checked, *settings]
+
+
+def cluster_of(row: dict[str, str]) -> str:
+    """The cluster file of a row. Raises KeyError for a GPU without one."""
+    return CLUSTERS.get(origin(row)) or CLUSTERS_OF_GPUS[row["gpu"].partition("-")[0]]
+
+
+def planned(row: dict[str, str], named: bool = True) -> tuple[Plan, Config]:
+    """The plan of a published row, for its program (named) or this one. Raises ConfigError if it is not legal here."""
+    number = {key: int(float(row.get(key) or key == "cp")) for key in NUMBERS}
+    config, given = _composed(*_choices(row, number), *(stack_of(row) if named else ()))
     sizes: dict[str, Any] = {name: number[column] for name, column in MODEL_SIZES.items()}
     degrees: dict[str, Any] = {name: number[column] for name, column in PLAN_SIZES.items()}
     if number["experts"]:

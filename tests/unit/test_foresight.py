@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import foresight, stacks
+from benchmarks import foresight
 from benchmarks.foresight import Row, cases, planned, rows_of, scores, sets, table
-from parallelrun.planner.predict.step_time.stack import OURS
 
 ROOT = Path(__file__).parents[2]
 STORED = json.loads(max(ROOT.glob("benchmarks/results/*-foresight.json")).read_text())["rows"]
 MIXTRAL = {
-    "set": "other", "gpu": "H100", "N": "64", "h": "4096", "L": "32", "a": "32", "kv": "8", "ffn": "14336",
+    "set": "other", "name": "", "gpu": "H100", "N": "64", "h": "4096", "L": "32", "a": "32", "kv": "8", "ffn": "14336",
     "V": "32000", "s": "4096", "gbs": "256", "mbs": "1", "tp": "2", "pp": "4", "dp": "8", "ep": "8",
     "v": "1", "recomp": "none",
     "sp": "1", "data": "zero1", "prec": "bf16", "llama": "1", "tied": "0", "inter": "50", "experts": "8",
@@ -83,5 +82,5 @@ def test_scores_of_rows():
 def test_a_row_with_experts_and_of_an_unlisted_program():
     plan, config = planned(MIXTRAL)
     assert plan.spec.num_parameters == pytest.approx(46.7e9, rel=0.01) and plan.mesh.size("ep") == 8
-    assert stacks.stack_of(MIXTRAL) is OURS and config.cluster.name == "h100_dgx"
+    assert plan.stack.name == "parallelrun" and config.cluster.name == "h100_dgx"
     assert foresight.kind_of(MIXTRAL) == ""

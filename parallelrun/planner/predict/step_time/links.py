@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import ceil, log2, pow
 
+from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.pieces.hosts import ranks_in_node, stays_in_node
@@ -13,6 +14,9 @@ from parallelrun.planner.predict.step_time.rates import Rates
 MESSAGES = ("send", "recv")
 GATHERS = ("all_gather", "reduce_scatter")
 OF_GATHERS = 0.9  # of the rate of an all-reduce (SimuMax, B200: 0.67 of the link to 0.74; H100: 320 GB/s, autoparallel)
+# Of the multiprocessors, those that a collective over NVLink takes from products (Calculon; 2 % over ports: none here).
+CHANNELS = 0.15
+MOVED = 2  # bytes of a device's memory that are read or written for each byte sent: one arrives as another leaves
 SERIAL = 0.5  # the part of the shorter step of a collective in two steps that runs alone
 
 
@@ -73,3 +77,23 @@ def latency_s(operation: str, size: int, in_node: int, rates: Rates) -> float:
         return rates.collective_s + 2 * (ceil(log2(nodes)) * rates.message_s + (in_node - 1) * rates.hop_s)
     between = nodes if nodes > 1 and in_node > 1 else nodes - 1
     return rates.collective_s + between * rates.message_s + (size - 1 - between) * rates.hop_s
+
+
+def sharing_s(row: Collective, plan: Plan, rates: Rates) -> float:
+    """Seconds by which computation beside a collective takes longer, because both share multiprocessors and memory."""
+    num_bytes = prediction.wire_bytes(row, prediction.group_size(plan, row.axis))
+    return num_bytes * (CHANNELS / rates.intra_bytes_s + MOVED / rates.memory_bytes_s)
+
+
+def copies_s(row: Collective, plan: Plan, rates: Rates) -> float:
+    """Seconds in which FSDP copies a message's weights out of its buffer, or its gradients, rounded until then, into
+    one. torch's FSDP2 does so among its computations (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:
+    `split_with_sizes_copy`, `chunk_cat`)."""
+    if (
+        rates.synchronous
+        or not (plan.data.shards_weights and plan.stack.copied_buffers)
+        or row.operation not in GATHERS
+    ):
+        return 0.0
+    read = 1.0 if row.operation == "all_gather" else BYTES[plan.precision.compute] / BYTES[plan.precision.reduce]
+    return row.payload_bytes * (1 + read) / rates.memory_bytes_s

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from parallelrun.planner.predict.step_time import blocks
-from parallelrun.planner.predict.step_time.stack import OURS
 from tests.unit.config.test_presets import plan as planned
 from tests.unit.planner.predict.step_time.test_step_time import CLUSTER, RATES
 
@@ -29,7 +28,7 @@ def block_parts(model: str, *words: str):
     """(the last block, its time by part, forward and backward), of a microbatch of two samples."""
     plan = planned(*MODELS[model], *words, "model.layers=2", "precision=bf16", "micro_batch=2", "device=cuda")
     block = plan.spec.blocks[-2]
-    time = blocks.block_time(block, plan, CLUSTER, LINEAR, OURS)
+    time = blocks.block_time(block, plan, CLUSTER, LINEAR)
     return block, [{name: way[name] for name in (blocks.PRODUCTS, blocks.ATTENTION, blocks.MEMORY_BOUND)}
                    for way in (time.forward, time.backward)]  # fmt: skip
 

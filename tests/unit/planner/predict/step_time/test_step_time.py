@@ -12,7 +12,6 @@ from parallelrun.planner.predict.step_time import blocks, spread, step
 from parallelrun.planner.predict.step_time.kernels import product_s
 from parallelrun.planner.predict.step_time.links import collective_s
 from parallelrun.planner.predict.step_time.rates import rates_of
-from parallelrun.planner.predict.step_time.stack import SoftwareStack
 from parallelrun.planner.predict.step_time.step import step_time, why_unknown
 from tests.unit.config.test_presets import composed
 from tests.unit.config.test_presets import plan as planned
@@ -35,8 +34,13 @@ PLANS = {
 }  # fmt: skip
 
 
-def predicted(*overrides: str, **settings: bool):
-    found = step_time(planned(*overrides), composed(*overrides).config.cluster, SoftwareStack(**settings))
+def with_stack(plan, **settings):
+    """The plan of a program that differs from this one in some settings."""
+    return replace(plan, stack=replace(plan.stack, **settings))
+
+
+def predicted(*overrides: str, **settings: object):
+    found = step_time(with_stack(planned(*overrides), **settings), composed(*overrides).config.cluster)
     assert found is not None
     return found
 
