@@ -40,10 +40,15 @@ STACKS = {
     "SC21": "megatron_lm_2021", "vTrain": "megatron_lm_2021", "MCore": "megatron_core", "llmfoundry": "llm_foundry",
     "nanotron": "nanotron", "titan26": "torchtitan", "DGXC26": "nemo", "Qwen3": "megatron_core",
 }  # fmt: skip
-# Settings that differ between rows of a set, by words of a row's name.
+# Settings of it that a set has, and that a row's name tells. torchtitan's async tensor parallelism fuses gathers and
+# reduce-scatters with products in forward, and half of those in backward (torch's micro-pipeline pass: patterns of one
+# product). The runs of Qwen3 forced an even load (`--moe-router-force-load-balancing`).
 SETTINGS = {
-    "async TP": ["stack.tensor_overlap=0.5"],
-    "eager": ["stack.fused_elementwise=false", "stack.norm_bytes=[34,60]", "stack.logit_bytes=[14,18]"],
+    "Qwen3": {"expert_imbalance": "1.0", "expert_overlap": "0"},
+    "+1f1b overlap": {"expert_overlap": "1.0"},
+    "A2A": {"rows_once_a_host": "false"},
+    "async TP": {"tensor_overlap": "0.5"},
+    "eager": {"fused_elementwise": "false", "norm_bytes": "[34,60]", "logit_bytes": "[14,18]"},
 }
 NODE = 8  # GPUs of the published machines whose runs checked collectives
 # The machines that are not the usual ones of their GPU.
@@ -121,9 +126,10 @@ def origin(row: dict[str, str]) -> str:
 
 def stack_of(row: dict[str, str]) -> list[str]:
     """The overrides for the program of a row."""
-    checked = ["stack.checked_collectives=true"] if _checked(row) else []
-    settings = [text for words, texts in SETTINGS.items() if words in row["name"] for text in texts]
-    return [f"stack={STACKS.get(origin(row), 'parallelrun')}", *checked, *settings]
+    settings = {"checked_collectives": "true"} if _checked(row) else {}
+    for words, changes in SETTINGS.items():
+        settings |= changes if words in row["name"] or words == origin(row) else {}
+    return [f"stack={STACKS.get(origin(row), 'parallelrun')}", *(f"stack.{key}={it}" for key, it in settings.items())]
 
 
 def cluster_of(row: dict[str, str]) -> str:
@@ -136,6 +142,8 @@ def planned(row: dict[str, str], named: bool = True) -> tuple[Plan, Config]:
     number = {key: int(float(row.get(key) or key == "cp")) for key in NUMBERS}
     config, given = _composed(*_choices(row, number), *(stack_of(row) if named else ()))
     sizes: dict[str, Any] = {name: number[column] for name, column in MODEL_SIZES.items()}
+    if "head_dim 128" in row.get("note", ""):
+        sizes["head_dim"] = 128
     degrees: dict[str, Any] = {name: number[column] for name, column in PLAN_SIZES.items()}
     if number["experts"]:
         sizes |= {name: number[column] for name, column in EXPERT_SIZES.items()}

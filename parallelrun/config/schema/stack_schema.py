@@ -51,6 +51,9 @@ class StackConfig:
     tensor_overlap: float = key(
         0.0, "part of sequence parallelism's gathers and reduce-scatters that run under products", least=0, most=1
     )
+    expert_imbalance: float = key(1.25, "rows of the busiest rank of ep over the mean", least=1)
+    rows_once_a_host: bool = key(False, "a token's row is sent once to each host that has experts of it (DeepEP)")
+    expert_overlap: float = key(0.0, "part of the all-to-alls of experts that run under other layers", least=0, most=1)
     scattered_messages: bool = key(False, "tp ranks with equal activations each send a part to the next stage")
     checked_collectives: bool = key(False, "ranks compare what they call before each collective, over TCP")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.cluster_schema import ClusterConfig
@@ -14,22 +15,22 @@ from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec
 from parallelrun.planner.model.product import Product
 from parallelrun.planner.pieces import sample_sets
 from parallelrun.planner.predict import prediction
-from parallelrun.planner.predict.step_time import host, other_blocks, streaming
+from parallelrun.planner.predict.step_time import experts, host, other_blocks, streaming
 from parallelrun.planner.predict.step_time.kernels import attention_s, product_s, streaming_s
 from parallelrun.planner.predict.step_time.links import collective_s
-from parallelrun.planner.predict.step_time.overlap import tensor_s
+from parallelrun.planner.predict.step_time.overlap import exposed_s, tensor_s
 from parallelrun.planner.predict.step_time.rates import Rates
 
 PRODUCTS, ATTENTION, MEMORY_BOUND, HOST = "products", "attention", "memory-bound", "host"
 TENSOR, EXPERT, STATISTICS = "tensor communication", "expert communication", "statistics communication"
 CONTEXT = "context communication"
+COMPUTED = {PRODUCTS, ATTENTION, MEMORY_BOUND}
 Parts = dict[str, float]
 Shape = tuple[int, int, int]  # rows, inner, columns of a product
 
 # Bytes of a 16-bit score in attention that keeps them, forward and backward: a kernel for scale, mask and softmax
 # (Narayanan et al. 2021, 4.2), and dropout with its mask.
 SCORE_BYTES = (9, 11)
-OF_GROUPED = 0.85  # of the rate of one product, for those of all experts in one kernel (SimuMax, A100: 0.61 to 0.72)
 BACKWARD_OF_ATTENTION = 2.8  # fused: five products for two, at a lower rate
 
 
@@ -48,6 +49,9 @@ def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rate
     forward, backward = _products(shapes, plan, rates), _products(shapes, plan, rates, backward=True)
     if block.kind == "transformer":
         _add_attention(forward, backward, block, plan, rates)
+        if of_experts := experts.shapes(block, plan):
+            for parts, seconds in zip((forward, backward), experts.products_s(of_experts, plan, rates)):
+                parts[PRODUCTS] += seconds
     else:
         _add_others(forward, backward, block, plan, cluster, rates)
     _add_streaming(forward, backward, shapes, block, plan, rates)
@@ -55,9 +59,12 @@ def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rate
     calls = [0.0, 0.0]
     checks = [0.0, 0.0]
     for kind, parts, row, share in _traffic(block, plan, time):
-        seconds = collective_s(row, plan, cluster, rates)
+        crossing = experts.sent(row, plan, cluster) if kind == EXPERT else 1.0
+        seconds = collective_s(row, plan, cluster, rates, crossing)
         if seconds is None:
             return None
+        if kind == EXPERT and not rates.synchronous:
+            seconds *= plan.stack.expert_imbalance
         if rates.synchronous and kind == TENSOR:
             seconds += host.around_layers_s(row, plan, rates)
         parts[kind] = parts.get(kind, 0.0) + share * seconds
@@ -68,6 +75,12 @@ def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rate
         if parts.get(TENSOR) and not rates.synchronous:
             parts[TENSOR] = tensor_s(parts[TENSOR], parts[PRODUCTS], plan, is_backward)
     for parts in (forward, backward, time.again):
+        if parts.get(EXPERT) and plan.stack.expert_overlap:
+            hidden, computing = (
+                plan.stack.expert_overlap * parts[EXPERT],
+                sum(map(parts.__getitem__, COMPUTED & parts.keys())),
+            )
+            parts[EXPERT] += exposed_s(hidden, computing) - hidden
         if plan.context and parts.get(CONTEXT) and not rates.synchronous:
             parts[CONTEXT] = plan.context.exposed_s(parts[CONTEXT], parts.get(ATTENTION, 0.0), plan)
     _add_host(time, calls, checks, block, plan, rates)
@@ -176,10 +189,9 @@ def _shapes(block: BlockSpec, plan: Plan) -> Iterator[Shape]:
 
 
 def _add_attention(forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, rates: Rates) -> None:
-    """Attention, an equal share for each tp rank, of the cp ranks the slowest's. Other FLOPs are those of experts."""
+    """Attention, an equal share for each tp rank, of the cp ranks the slowest's."""
     tp, width, spec = plan.mesh.size("tp"), BYTES[plan.precision.compute], plan.spec
     attended = spec.attended or spec.seq
-    flops = 2.0 * plan.num_rows * attended * spec.attention_features
     head_size = spec.qk_features // max(1, spec.heads)
     if plan.stack.fused_attention and not (rates.synchronous and host.keeps_scores(spec)):
         causal = spec.is_causal  # which halves the work
@@ -198,11 +210,6 @@ def _add_attention(forward: Parts, backward: Parts, block: BlockSpec, plan: Plan
     if plan.context:
         slowest = plan.context.imbalance(plan)
         forward[ATTENTION], backward[ATTENTION] = slowest * forward[ATTENTION], slowest * backward[ATTENTION]
-    of_experts = block.forward_flops * plan.batch.micro_batch / plan.mesh.size("cp") - _dense_flops(block, plan) - flops
-    if of_experts > 1e-3 * flops:
-        seconds = of_experts / tp / (rates.peak_flops * rates.product_efficiency * OF_GROUPED)
-        forward[PRODUCTS] += seconds
-        backward[PRODUCTS] += 2 * seconds
 
 
 def _add_others(
@@ -231,8 +238,9 @@ def _add_streaming(
         both = streaming.of_block(block, plan, rates)
     else:
         both = other_blocks.streaming(block, plan, rates)
-    of_experts = sum(parameter.numel for parameter in block.parameters if parameter.layer_role == "expert")
-    dense = sum(inner * columns for _, inner, columns in shapes)
-    elements = dense + of_experts / plan.mesh.size("ep") / plan.mesh.size("tp")
-    weights = streaming.of_weights(elements, plan, rates)
-    forward[MEMORY_BOUND], backward[MEMORY_BOUND] = both[0] + weights[0], both[1] + weights[1]
+    dense, rows, held = sum(inner * columns for _, inner, columns in shapes), (0.0, 0.0), 0
+    if of_experts := experts.shapes(block, plan):
+        held = sum(prod(matrix) for matrix in of_experts.matrices)
+        rows = (0.0, 0.0) if rates.synchronous else experts.rows_s(of_experts, plan, rates)
+    weights = streaming.of_weights(dense + held, plan, rates)
+    forward[MEMORY_BOUND], backward[MEMORY_BOUND] = (sum(seconds) for seconds in zip(both, weights, rows))

@@ -20,8 +20,13 @@ MOVED = 2  # bytes of a device's memory that are read or written for each byte s
 SERIAL = 0.5  # the part of the shorter step of a collective in two steps that runs alone
 
 
-def collective_s(row: Collective, plan: Plan, cluster: ClusterConfig, rates: Rates) -> float | None:
-    """Seconds that all calls of a row take; None if its group leaves a node and the cluster gives no rate for that."""
+def collective_s(
+    row: Collective, plan: Plan, cluster: ClusterConfig, rates: Rates, crossing: float = 1.0
+) -> float | None:
+    """Seconds that all calls of a row take; None if its group leaves a node and the cluster gives no rate for that.
+
+    crossing: the part of its bytes between nodes that travel there, where a node passes them on to several ranks.
+    """
     size = prediction.group_size(plan, row.axis)
     if size == 1 or not row.calls:
         return 0.0
@@ -35,7 +40,7 @@ def collective_s(row: Collective, plan: Plan, cluster: ClusterConfig, rates: Rat
         return None
     if is_message:
         return prediction.wire_bytes(row, size) / min(rates.intra_bytes_s, rates.inter_bytes_s) + latency
-    return bytes_s(row, size, in_node, rates) + latency
+    return bytes_s(row, size, in_node, rates, crossing) + latency
 
 
 def intra_bytes_s(row: Collective, rates: Rates) -> float:
@@ -43,7 +48,7 @@ def intra_bytes_s(row: Collective, rates: Rates) -> float:
     return rates.intra_bytes_s * (OF_GATHERS if row.operation in GATHERS else 1.0)
 
 
-def bytes_s(row: Collective, size: int, in_node: int, rates: Rates) -> float:
+def bytes_s(row: Collective, size: int, in_node: int, rates: Rates, crossing: float = 1.0) -> float:
     """Seconds in which the bytes of a collective over several nodes travel.
 
     In steps: the ranks on a node exchange parts, then each sends its part between nodes through a port of its own (or
@@ -60,7 +65,7 @@ def bytes_s(row: Collective, size: int, in_node: int, rates: Rates) -> float:
     if in_node == 1 or nodes * in_node != size:
         return flat
     inside_s = prediction.wire_bytes(row, in_node) / inside_rate
-    between_s = prediction.wire_bytes(row, nodes) / ports
+    between_s = crossing * prediction.wire_bytes(row, nodes) / ports
     return min(flat, max(inside_s, between_s) + SERIAL * min(inside_s, between_s))
 
 
