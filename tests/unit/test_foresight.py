@@ -44,10 +44,11 @@ def test_the_stored_scores_are_those_of_the_program(name, every):
 def test_every_set_is_predicted_better_than_by_a_constant_rate():
     named = {one["case"]: one for one in STORED}
     assert {one.partition(":")[0] for one in named} == set(sets())
-    for name in sets():
+    for name in set(sets()) - {"dev_dgxc_405b_gb200"}:  # of which all rows have one plan but dp
         assert named[name]["mape"] < named[name]["constant_mape"], name
     for name, most in (("fit_sc21_table1", 0.03), ("dev_vtrain_single_half", 0.12), ("dev_llmfoundry_a100", 0.12),
-                       ("dev_mcore_h100", 0.12)):  # fmt: skip
+                       ("dev_mcore_h100", 0.12), ("dev_torchtitan_h100", 0.10), ("dev_dgxc_405b_gb200", 0.08),
+                       ("dev_qwen3_moe_h100", 0.20)):  # fmt: skip
         assert named[name]["mape"] < most, name
     assert named["dev_vtrain_single_half"]["regret_top3"] < 0.03
     assert named["dev_ultrascale_3b"]["regret_top3"] < 0.03 and named["dev_ultrascale_3b"]["mape"] < 0.35
