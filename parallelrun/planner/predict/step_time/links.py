@@ -14,7 +14,7 @@ from parallelrun.planner.predict.step_time.rates import Rates
 MESSAGES = ("send", "recv")
 GATHERS = ("all_gather", "reduce_scatter")
 OF_GATHERS = 0.9  # of the rate of an all-reduce (SimuMax, B200: 0.67 of the link to 0.74; H100: 320 GB/s, autoparallel)
-# Of the multiprocessors, those that a collective over NVLink takes from products (Calculon; 2 % over ports: none here).
+# Of the multiprocessors, those that a collective over NVLink takes from products (Calculon).
 CHANNELS = 0.15
 MOVED = 2  # bytes of a device's memory that are read or written for each byte sent: one arrives as another leaves
 SERIAL = 0.5  # the part of the shorter step of a collective in two steps that runs alone
@@ -85,7 +85,8 @@ def latency_s(operation: str, size: int, in_node: int, rates: Rates) -> float:
 
 
 def sharing_s(row: Collective, plan: Plan, rates: Rates) -> float:
-    """Seconds by which computation beside a collective takes longer, because both share multiprocessors and memory."""
+    """Seconds by which computation beside a collective of FSDP takes longer, which runs beside all of a step: both share
+    multiprocessors and memory."""
     num_bytes = prediction.wire_bytes(row, prediction.group_size(plan, row.axis))
     return num_bytes * (CHANNELS / rates.intra_bytes_s + MOVED / rates.memory_bytes_s)
 

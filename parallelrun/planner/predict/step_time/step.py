@@ -237,7 +237,7 @@ def _data(plan: Plan, cluster: ClusterConfig, rates: Rates) -> DataTime | None:
             return None
         often = 1 / prediction.steps_between(plan, row.purpose)
         late += often * sent.calls * host.check_s(prediction.group_size(plan, row.axis), plan)
-        shared += often * sharing_s(sent, plan, rates)
+        shared += often * (sharing_s(sent, plan, rates) if plan.data.shards_weights else overlap.SLOWED * seconds)
         late += often * copies_s(sent, plan, rates)
         if row.operation == "all_gather":
             gathers += often * seconds

@@ -275,4 +275,4 @@ def test_published_rates_of_attention():
 def test_what_waits_for_the_end_of_backward_hides_nothing():
     model = ("model=llama3_8b", "dp=8", "cluster=a100_80gb", "global_batch=8", "precision=bf16")
     ddp, naive = (predicted(*model, f"strategy={kind}").parts["data communication"] for kind in ("ddp", "naive_ddp"))
-    assert naive > 2 * ddp
+    assert naive > 5 * ddp
