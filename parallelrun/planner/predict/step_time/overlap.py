@@ -51,8 +51,8 @@ def data_s(gathers: float, sums: float, shared: float, forward: float, backward:
     """
     if not (plan.stack.data_overlap and plan.data.overlaps_backward):
         return gathers + sums
-    exposed = _exposed_s(gathers, sums, forward, backward, plan)
-    return exposed + min(shared, gathers + sums - exposed)
+    exposed, total = _exposed_s(gathers, sums, forward, backward, plan), gathers + sums
+    return exposed + (total - exposed) * min(1.0, shared / total) if total else 0.0
 
 
 def _exposed_s(gathers: float, sums: float, forward: float, backward: float, plan: Plan) -> float:

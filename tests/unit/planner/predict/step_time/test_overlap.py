@@ -158,7 +158,8 @@ def test_sharded_weights_travel_under_the_blocks_before_theirs():
     assert overlap.data_s(1.0, 1.0, 3.0, 10.0, 20.0, plan) == pytest.approx(2.0), "at most all hidden time"
     forward, blocks_before = 0.1, 1 - 1 / len(plan.spec.blocks)
     found = overlap.data_s(1.0, 0.0, 0.3, forward, 1e9, plan)
-    assert found == pytest.approx(0.5 - forward * blocks_before + 0.3)
+    exposed = 0.5 - forward * blocks_before
+    assert found == pytest.approx(exposed + 0.3 * (1 - exposed)), "of what is hidden alone"
 
 
 @pytest.mark.parametrize(
