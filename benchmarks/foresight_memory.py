@@ -8,8 +8,8 @@ of memory: rows with more stages than layers failed for that reason, the others 
 that ran may be. The column mem_gib is compared with the tensors of the heaviest rank; it varies by some percent between
 equal plans, as reserved memory does and allocated memory does not.
 
-What nanotron does otherwise than this program (`Nanotron`) was chosen with the published memory in view; its runs with
-tp > 8 are shown apart, because they are a set of their own, as its times are.
+What nanotron does otherwise than this program (conf/stack/nanotron.yaml, `as_run`) was chosen with the published memory
+in view; its runs with tp > 8 are shown apart, because they are a set of their own, as its times are.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ from typing import Any
 from benchmarks.foresight import PUBLISHED, planned
 from benchmarks.pairs import read_arguments, write
 from parallelrun.base.errors import ConfigError
-from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.planner.contract.plan import Memory, Plan
-from parallelrun.planner.memory import device_memory
 from parallelrun.planner.predict import cluster_cost, prediction
 from parallelrun.planner.resolve.resolve_config import resolve
 
@@ -38,52 +35,28 @@ GROUPS = (("tp <= 8, ddp", True, "ddp"), ("tp <= 8, zero1", True, "zero1"),
           ("tp > 8, ddp", False, "ddp"), ("tp > 8, zero1", False, "zero1"))  # fmt: skip
 
 
-class Nanotron:
-    """What nanotron holds: per weight, bytes of itself and its gradients (bf16, and a sum in fp32), and of what ZeRO-1
-    splits (master copy and two moments). Its SwiGLU is two operations (`GLUActivation`), so autograd keeps silu(gate)
-    too. Backward reuses what column products gathered; above HIGHEST_TP the runs gathered again."""
+def as_run(config: Config, row: dict[str, str]) -> Config:
+    """With nanotron's cuts into stages. Its backward reuses what column products gathered; above HIGHEST_TP the runs
+    gathered again."""
+    overlap = int(row["tp"]) > HIGHEST_TP
+    tensor = replace(config.strategy.tensor, overlap=overlap)
+    pipeline = replace(config.strategy.pipeline, split=cuts(row))
+    return replace(config, strategy=replace(config.strategy, tensor=tensor, pipeline=pipeline))
 
-    WEIGHT, GRADIENTS, STATE = 2, 2 + 4, 4 + 8
 
-    @staticmethod
-    def config(config: Config, row: dict[str, str]) -> Config:
-        overlap = int(row["tp"]) > HIGHEST_TP
-        tensor = replace(config.strategy.tensor, overlap=overlap)
-        pipeline = replace(config.strategy.pipeline, split=Nanotron.cuts(row))
-        strategy = replace(config.strategy, tensor=tensor, pipeline=pipeline)
-        return replace(config, strategy=strategy)
-
-    @staticmethod
-    def cuts(row: dict[str, str]) -> list[str]:
-        """The first block of every stage but the first: a stage ends with the block that takes the sum of costs (of
-        products alone) above its share. Where nothing is left for the last stages, they get one block each."""
-        hidden, ffn, vocab, layers, stages = (int(float(row[key])) for key in ("h", "ffn", "V", "L", "pp"))
-        names = ["embedding", *(f"layers.{number}" for number in range(layers)), "head"]
-        sums = list(accumulate([0, *([4 * hidden**2 + 3 * hidden * ffn] * layers), vocab * hidden]))
-        cuts: list[str] = []
-        for name, total in zip(names[1:], sums, strict=False):
-            if len(cuts) < stages - 1 and total > sums[-1] * (len(cuts) + 1) / stages:
-                cuts.append(name)
-        for name in reversed(names):
-            cuts += [name] if name not in cuts and len(cuts) < stages - 1 else []
-        return sorted(cuts, key=names.index)
-
-    @staticmethod
-    def memory(ours: Memory, plan: Plan, row: dict[str, str], pp_rank: int) -> Memory:
-        """With nanotron's formats of weights, gradients and state, and silu(gate) of every microbatch in flight."""
-        blocks = [plan.spec.block(name) for stage in plan.stages_of(pp_rank) for name in stage.blocks]
-        kept = sum(plan.tensor.saved_bytes(block, plan) for block in blocks)
-        gates = sum(block.kind == "transformer" for block in blocks) * plan.num_rows * plan.spec.ffn // int(row["tp"])
-        activations = ours.activations * (kept + gates * BYTES[plan.precision.compute]) // kept
-        numel = ours.weights // BYTES[plan.precision.stored]
-        state = numel * Nanotron.STATE // (int(row["dp"]) if row["data"] == "zero1" else 1)
-        return replace(
-            ours,
-            weights=numel * Nanotron.WEIGHT,
-            gradients=numel * Nanotron.GRADIENTS,
-            optimizer=state,
-            activations=activations,
-        )
+def cuts(row: dict[str, str]) -> list[str]:
+    """The first block of every stage but the first: a stage ends with the block that takes the sum of costs (of
+    products alone) above its share. Where nothing is left for the last stages, they get one block each."""
+    hidden, ffn, vocab, layers, stages = (int(float(row[key])) for key in ("h", "ffn", "V", "L", "pp"))
+    names = ["embedding", *(f"layers.{number}" for number in range(layers)), "head"]
+    sums = list(accumulate([0, *([4 * hidden**2 + 3 * hidden * ffn] * layers), vocab * hidden]))
+    cuts: list[str] = []
+    for name, total in zip(names[1:], sums, strict=False):
+        if len(cuts) < stages - 1 and total > sums[-1] * (len(cuts) + 1) / stages:
+            cuts.append(name)
+    for name in reversed(names):
+        cuts += [name] if name not in cuts and len(cuts) < stages - 1 else []
+    return sorted(cuts, key=names.index)
 
 
 @dataclass(frozen=True)
@@ -116,12 +89,10 @@ def predicted(row: dict[str, str]) -> Row:
     known = Row(row["name"], row["data"], int(row["tp"]) <= HIGHEST_TP, row["status"] == "ok")
     try:
         plan, config = planned(row)
-        plan = resolve(Nanotron.config(config, row))
+        plan = resolve(as_run(config, row))
     except ConfigError:
         return known
-    memories = {pp_rank: Nanotron.memory(one, plan, row, pp_rank) for pp_rank, one in prediction.memories(plan).items()}
-    heaviest = max(memories, key=lambda pp_rank: memories[pp_rank].tensors)
-    whole = device_memory.on_device(memories[heaviest], plan, heaviest, config.cluster)
+    whole = max(prediction.memories(plan, config.cluster).values(), key=lambda memory: memory.tensors)
     measured = float(row["mem_gib"]) if row["mem_gib"] else None
     fits = cluster_cost.fits(whole, config.cluster)
     return replace(known, measured_gib=measured, predicted_gib=whole.tensors / GIB, fits=fits)

@@ -67,6 +67,7 @@ KINDS = {
     "optimizers": "optimizer",
     "precisions": "precision",
     "clusters": "cluster",
+    "stacks": "stack",
 }
 TRACKERS = "trackers"  # no configuration group: several at once
 KEYS = "keys"  # listed only on request: there are many

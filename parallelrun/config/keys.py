@@ -14,7 +14,7 @@ from parallelrun.base import spelling
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.config.schema.strategy_keys import complete_class, completed
 
-GROUPS = ("model", "dataset", "strategy", "optimizer", "precision", "cluster", "recipe")
+GROUPS = ("model", "dataset", "strategy", "optimizer", "precision", "cluster", "stack", "recipe")
 CODE_KEYS = ("model.source", "model.loss", "dataset.source")  # functions of the user's
 PATH_KEYS = {
     "path", "dataset.path", "tokenizer", "dataset.tokenizer", "dataset.chat_template", "dataset.cache",

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import foresight, stacks
+from benchmarks import foresight
 from benchmarks.foresight import Row, cases, planned, rows_of, scores, sets, table
-from parallelrun.planner.predict.step_time.stack import OURS
 
 ROOT = Path(__file__).parents[2]
 STORED = json.loads(max(ROOT.glob("benchmarks/results/*-foresight.json")).read_text())["rows"]
 MIXTRAL = {
-    "set": "other", "gpu": "H100", "N": "64", "h": "4096", "L": "32", "a": "32", "kv": "8", "ffn": "14336",
+    "set": "other", "name": "", "gpu": "H100", "N": "64", "h": "4096", "L": "32", "a": "32", "kv": "8", "ffn": "14336",
     "V": "32000", "s": "4096", "gbs": "256", "mbs": "1", "tp": "2", "pp": "4", "dp": "8", "ep": "8",
     "v": "1", "recomp": "none",
     "sp": "1", "data": "zero1", "prec": "bf16", "llama": "1", "tied": "0", "inter": "50", "experts": "8",
@@ -45,10 +44,11 @@ def test_the_stored_scores_are_those_of_the_program(name, every):
 def test_every_set_is_predicted_better_than_by_a_constant_rate():
     named = {one["case"]: one for one in STORED}
     assert {one.partition(":")[0] for one in named} == set(sets())
-    for name in sets():
+    for name in set(sets()) - {"dev_dgxc_405b_gb200"}:  # of which all rows have one plan but dp
         assert named[name]["mape"] < named[name]["constant_mape"], name
     for name, most in (("fit_sc21_table1", 0.03), ("dev_vtrain_single_half", 0.12), ("dev_llmfoundry_a100", 0.12),
-                       ("dev_mcore_h100", 0.12)):  # fmt: skip
+                       ("dev_mcore_h100", 0.12), ("dev_torchtitan_h100", 0.10), ("dev_dgxc_405b_gb200", 0.08),
+                       ("dev_qwen3_moe_h100", 0.20)):  # fmt: skip
         assert named[name]["mape"] < most, name
     assert named["dev_vtrain_single_half"]["regret_top3"] < 0.03
     assert named["dev_ultrascale_3b"]["regret_top3"] < 0.03 and named["dev_ultrascale_3b"]["mape"] < 0.35
@@ -83,5 +83,5 @@ def test_scores_of_rows():
 def test_a_row_with_experts_and_of_an_unlisted_program():
     plan, config = planned(MIXTRAL)
     assert plan.spec.num_parameters == pytest.approx(46.7e9, rel=0.01) and plan.mesh.size("ep") == 8
-    assert stacks.stack_of(MIXTRAL) is OURS and config.cluster.name == "h100_dgx"
+    assert plan.stack.name == "parallelrun" and config.cluster.name == "h100_dgx"
     assert foresight.kind_of(MIXTRAL) == ""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import foresight_memory
-from benchmarks.foresight_memory import GIB, Nanotron, Row, rows_of, scores
-from parallelrun.planner.contract.plan import Memory
-from tests.plans import tiny_plan
+from benchmarks.foresight_memory import GIB, Row, cuts, rows_of, scores
 
 SIZES = {"h": "3072", "ffn": "8192", "V": "131072", "L": "28"}
 
@@ -32,21 +30,10 @@ def test_rows_are_counted_by_what_happened_and_what_was_predicted():
 @pytest.mark.parametrize(("stages", "first"), [(1, 29), (2, 16), (4, 8), (8, 4), (16, 2)])
 def test_stages_end_with_the_block_that_takes_them_above_their_share(stages, first):
     """A head of 131,072 words costs as much as 3.6 layers."""
-    cuts = Nanotron.cuts({**SIZES, "pp": str(stages)})
+    found = cuts({**SIZES, "pp": str(stages)})
     names = [*(f"layers.{number}" for number in range(28)), "head"]
-    assert len(set(cuts)) == len(cuts) == stages - 1 and cuts == sorted(cuts, key=names.index)
-    assert [*cuts, "head"][0] == (names[first] if stages > 1 else "head")
-
-
-@pytest.mark.parametrize(("data", "bytes_of_state"), [("ddp", 12), ("zero1", 3)])
-def test_formats_of_weights_gradients_and_state(data, bytes_of_state):
-    plan = tiny_plan({"dp": 4, "tp": 2, "precision.name": "bf16", "model.activation": "swiglu"})
-    kept = sum(plan.tensor.saved_bytes(block, plan) for block in plan.spec.blocks)
-    row = {"dp": "4", "tp": "2", "data": data}
-    found = Nanotron.memory(Memory(4000, 4000, 8000, 3 * kept, 7), plan, row, 0)  # of three microbatches
-    assert (found.weights, found.gradients, found.optimizer) == (2000, 6000, 1000 * bytes_of_state)
-    gates = plan.spec.num_layers * plan.num_rows * plan.spec.ffn // 2 * 2  # half of the features on a rank, in 16 bit
-    assert (found.activations, found.temporary) == (3 * (kept + gates), 7)
+    assert len(set(found)) == len(found) == stages - 1 and found == sorted(found, key=names.index)
+    assert [*found, "head"][0] == (names[first] if stages > 1 else "head")
 
 
 def test_published_plans_that_ran_fit_and_most_that_failed_do_not():

@@ -14,6 +14,7 @@ from parallelrun.base.precision import TABLE
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.field import COUNT, SAMPLES, key
 from parallelrun.config.schema.model_schema import DatasetConfig, ModelConfig
+from parallelrun.config.schema.stack_schema import StackConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -204,6 +205,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    stack: StackConfig = field(default_factory=StackConfig)
 
     world: int | None = key(None, "number of ranks")
     gpus: int | None = key(None, "number of devices, one for each rank: short for world", most=COUNT)

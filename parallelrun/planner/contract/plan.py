@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallelrun.base.precision import Precision
+from parallelrun.config.schema.stack_schema import StackConfig
 from parallelrun.planner.contract.mesh_shape import MeshShape
 from parallelrun.planner.model.model_spec import ModelSpec
 
@@ -123,6 +124,7 @@ class Plan:
     sample_sets: SampleSets | None = None  # None: the model has no BatchNorm
     expert: ExpertDispatcher | None = None  # None: every rank holds all experts (ep=1)
     context: ContextStrategy | None = None  # None: every rank has complete sequences (cp=1)
+    stack: StackConfig = field(default_factory=StackConfig)  # the program that is predicted; runs are this one's
 
     @cached_property
     def cache(self) -> dict[object, Any]:

@@ -28,6 +28,7 @@ def document(plan: Plan, config: Config, results: Facts | None = None) -> dict[s
     return {
         "schema": 1,
         "preset": plan.preset,
+        "stack": plan.stack.name,
         "model": _model(plan),
         "world": plan.world,
         "degrees": plan.degrees,

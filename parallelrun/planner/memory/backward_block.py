@@ -9,6 +9,7 @@ from parallelrun.base.precision import BYTES
 from parallelrun.planner.contract.parameters import block_dtypes, uses_rounded
 from parallelrun.planner.contract.plan import Plan, once
 from parallelrun.planner.contract.tensor_strategy import LayerBackward
+from parallelrun.planner.memory.stack_memory import of_stack, saved_plan
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,13 @@ def backward_block(name: str, plan: Plan, rounded: bool) -> BackwardBlock:
 
     def compute() -> BackwardBlock:
         block = plan.spec.block(name)
-        passes = plan.tensor.layer_backwards(block, plan)
-        extra = plan.expert.saved_bytes(block, plan) if plan.expert else 0
-        kept = plan.tensor.saved_bytes(block, plan) + extra
+        as_saved = saved_plan(plan)
+        passes = plan.tensor.layer_backwards(block, as_saved)
+        extra = plan.expert.saved_bytes(block, as_saved) if plan.expert else 0
+        kept = plan.tensor.saved_bytes(block, as_saved) + extra
         own = kept if block.backward is None or block.backward.saves_input else 0  # of what the passes keep
         again = sum(layer.kept for layer in passes) - own if plan.recompute == "full" and block.is_recomputed else 0
+        kept, again = of_stack(block, kept, again, plan)
         if again > 0 and rounded and (copies := plan.tensor.rounded_again_bytes(block, plan)):
             again, passes = again + copies, _with_rounded(passes, copies)
         forward = plan.tensor.recomputed_bytes(block, plan) if again > 0 else 0

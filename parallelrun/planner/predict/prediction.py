@@ -116,8 +116,12 @@ def memory(plan: Plan, rank: int, has_messages: bool = True) -> Memory:
     coordinate = plan.mesh.coordinate(rank)
     pp_rank = coordinate["pp"]
     weights, gradients, states = held_bytes(plan, coordinate)
+    if plan.stack.separate_sums:  # those of a microbatch and their sums, whatever the data strategy
+        numel, sizes = weights // BYTES[plan.precision.stored], (plan.precision.compute, plan.precision.reduce)
+        gradients = numel * sum(BYTES[dtype] for dtype in sizes)
     largest = peak.ScheduleTraversal(plan, pp_rank, coordinate).peak(has_messages)
-    return Memory(weights, gradients + largest.gradients, states, largest.activations, largest.temporary, LEAVES_OUT)
+    gradients += 0 if plan.stack.separate_sums else largest.gradients
+    return Memory(weights, gradients, states, largest.activations, largest.temporary, LEAVES_OUT)
 
 
 def held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
@@ -159,7 +163,7 @@ def parameter_bytes(
 ) -> tuple[int, int, int]:
     """Bytes of a parameter that a rank holds: weights, gradients that stay allocated, optimizer state. layout: before
     the data strategy shards it (`module_layout`)."""
-    data, stored = plan.data, BYTES[plan.precision.stored]
+    data, accurate = plan.data, BYTES[plan.precision.accurate]
     weight, gradient, state = (
         layout_of(spec, layout, plan).local_numel(spec.shape, plan.mesh.sizes, coordinate)
         for layout_of in (data.weight_layout, data.gradient_layout, data.state_layout)
@@ -169,7 +173,7 @@ def parameter_bytes(
         return weight, 0, 0
     keeps = plan.num_data_ranks > 1 and data.keeps_gradients(plan)
     num_states = 0 if plan.servers else plan.optimizer_states + data.kept_states
-    return weight, gradient * BYTES[plan.precision.reduce] if keeps else 0, state * stored * num_states
+    return weight, gradient * BYTES[plan.precision.reduce] if keeps else 0, state * accurate * num_states
 
 
 def checkpoint_bytes(plan: Plan) -> int:

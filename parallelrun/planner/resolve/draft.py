@@ -139,12 +139,13 @@ class PlanDraft:
             pipeline=strategies.pipeline.resolve(request),
             stages=stages,
             spec=request.spec,
-            precision=TABLE[config.precision.name],
+            precision=config.stack.precision(TABLE[config.precision.name]),
             recompute=config.recompute,
             dropout=config.dropout,
             device=degrees.device,
             optimizer=config.optimizer.name,
-            optimizer_states=OPTIMIZERS[config.optimizer.name].num_states(config.optimizer),
+            optimizer_states=OPTIMIZERS[config.optimizer.name].num_states(config.optimizer)
+            + config.stack.keeps_copy(TABLE[config.precision.name]),
             equivalence=Equivalence("exact"),
             servers=degrees.servers,
             filled=(
@@ -159,6 +160,7 @@ class PlanDraft:
             sample_sets=sets,
             expert=strategies.expert.resolve(request) if strategies.expert else None,
             context=strategies.context.resolve(request) if strategies.context else None,
+            stack=config.stack,
         )
         promises = [strategy.equivalence(plan) for strategy in (plan.data, plan.tensor, plan.expert) if strategy]
         promise = next((p for p in promises if p.kind != "exact"), promises[0])

@@ -16,6 +16,7 @@ from parallelrun.base.wording import DETAILS, counted, did_you_mean, one_of
 from parallelrun.config.keys import Key, default_of, known_keys
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import Config
+from parallelrun.config.schema.stack_schema import OWN, StackConfig
 from parallelrun.config.units import implausible, plausible_range
 from parallelrun.planner.contract.classes import tensor_strategy
 from parallelrun.planner.contract.optimizers import OPTIMIZERS, check_lr_scale
@@ -69,7 +70,7 @@ def check(config: Config) -> list[Problem]:
                 f"{key}={name[:80]!r} is part of directory names: it needs 1 to 64 of A-Z a-z 0-9 . _ -, as `name`"
             )
             problems.append(Problem(message, key, "the preset's own name"))
-    problems += _goodput(config) + _elastic(config) + _emulation(config)
+    problems += _goodput(config) + _elastic(config) + _emulation(config) + _stack(config)
     for key, verbs in _READ_BY.items():
         value = getattr(config, key)
         if value not in (None, False) and config.verb not in verbs:
@@ -95,6 +96,14 @@ def _emulation(config: Config) -> list[Problem]:
         message = f"emulate=true needs the ranks of a host, which cluster={cluster.name} does not give"
         problems.append(Problem(message, "cluster.gpus_per_node", "cluster.gpus_per_node=1, or cluster.nodes=4"))
     return problems
+
+
+def _stack(config: Config) -> list[Problem]:
+    """Refuse to run as another program than this one."""
+    if config.verb in VERBS["plot"] or replace(config.stack, description="") == StackConfig():
+        return []
+    message = f"stack={config.stack.name} is a program whose steps plan predicts; {config.verb} runs parallelrun's own"
+    return [Problem(message, "stack", f"stack={OWN}", f"parallelrun plan ... stack={config.stack.name}")]
 
 
 def _goodput(config: Config) -> list[Problem]:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from parallelrun.base.wording import DETAILS, counted
 from parallelrun.config.schema.run_schema import Config
+from parallelrun.config.schema.stack_schema import OWN
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.facts.advice import warnings
 from parallelrun.planner.facts.document import backends, context, experts, mixture, server_rows
@@ -32,7 +33,7 @@ Row = tuple[str, RenderableType]  # label and value
 def show(plan: Plan, config: Config, console: Console, results: Facts | None = None, more: Sequence[Row] = ()) -> None:
     """Print a plan: panels on a terminal, plain lines elsewhere. more: rows after those about time."""
     results = results or facts(plan, config)
-    title = f"plan: {plan.spec.name} · {plan.preset} · {degrees_text(plan.degrees)}"
+    title = f"plan: {plan.spec.name} · {plan.preset} · {degrees_text(plan.degrees)} · as {plan.stack.name} runs it"
     show_section(title, summary(plan, config, results, console, more), console)
     if not config.detail:
         return
@@ -63,6 +64,7 @@ def _rows(plan: Plan, config: Config, results: Facts, texts: list[str], most: in
         rows.append(("", Text(f"and {counted(len(texts) - most, 'more warning')}: see --json", "yellow")))
     return [
         *rows,
+        *([("program", Text(_program(plan)))] if plan.stack.name != OWN else []),
         ("model", Text(_model(plan))),
         ("strategy", Text(_strategy(plan))),
         ("mesh", Text(_mesh(plan, config))),
@@ -96,6 +98,10 @@ def _training(results: Facts, most: int) -> list[Row]:
         text = training.goodput_text(results.goodput, training.training_s(results), most == 1)
         rows.append(("goodput", Text(text)))
     return rows
+
+
+def _program(plan: Plan) -> str:
+    return f"{plan.stack.name} ({plan.stack.description}), which is only predicted; runs need stack={OWN}"
 
 
 def _model(plan: Plan) -> str:

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.tensor_strategy import BACKWARD, FORWARD, RECOMPUTATION
+from parallelrun.planner.memory.stack_memory import products_of
 from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec
 from parallelrun.planner.model.product import Product
 from parallelrun.planner.pieces import sample_sets
 from parallelrun.planner.predict import prediction
-from parallelrun.planner.predict.step_time import host, other_blocks, streaming
+from parallelrun.planner.predict.step_time import experts, host, other_blocks, streaming
 from parallelrun.planner.predict.step_time.kernels import attention_s, product_s, streaming_s
 from parallelrun.planner.predict.step_time.links import collective_s
-from parallelrun.planner.predict.step_time.overlap import tensor_s
+from parallelrun.planner.predict.step_time.overlap import exposed_s, tensor_s
 from parallelrun.planner.predict.step_time.rates import Rates
-from parallelrun.planner.predict.step_time.stack import SoftwareStack
 
 PRODUCTS, ATTENTION, MEMORY_BOUND, HOST = "products", "attention", "memory-bound", "host"
 TENSOR, EXPERT, STATISTICS = "tensor communication", "expert communication", "statistics communication"
 CONTEXT = "context communication"
+COMPUTED = {PRODUCTS, ATTENTION, MEMORY_BOUND}
 Parts = dict[str, float]
 Shape = tuple[int, int, int]  # rows, inner, columns of a product
 
 # Bytes of a 16-bit score in attention that keeps them, forward and backward: a kernel for scale, mask and softmax
 # (Narayanan et al. 2021, 4.2), and dropout with its mask.
 SCORE_BYTES = (9, 11)
-OF_GROUPED = 0.85  # of the rate of one product, for those of all experts in one kernel (SimuMax, A100: 0.61 to 0.72)
 BACKWARD_OF_ATTENTION = 2.8  # fused: five products for two, at a lower rate
 
 
@@ -42,56 +43,60 @@ class BlockTime:
     again: Parts = field(default_factory=dict)
 
 
-def block_time(
-    block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack
-) -> BlockTime | None:
+def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rates) -> BlockTime | None:
     """Return the time of a block; None if the cluster gives no rate for a link it needs."""
     shapes = list(_shapes(block, plan))
     forward, backward = _products(shapes, plan, rates), _products(shapes, plan, rates, backward=True)
     if block.kind == "transformer":
-        _add_attention(forward, backward, block, plan, rates, stack)
+        _add_attention(forward, backward, block, plan, rates)
+        if of_experts := experts.shapes(block, plan):
+            for parts, seconds in zip((forward, backward), experts.products_s(of_experts, plan, rates)):
+                parts[PRODUCTS] += seconds
     else:
         _add_others(forward, backward, block, plan, cluster, rates)
-    _add_streaming(forward, backward, shapes, block, plan, rates, stack)
-    time = BlockTime(forward, backward, _recomputed(shapes, block, forward, plan, rates, stack))
+    _add_streaming(forward, backward, shapes, block, plan, rates)
+    time = BlockTime(forward, backward, _recomputed(shapes, block, forward, plan, rates))
     calls = [0.0, 0.0]
     checks = [0.0, 0.0]
     for kind, parts, row, share in _traffic(block, plan, time):
-        seconds = collective_s(row, plan, cluster, rates)
+        crossing = experts.sent(row, plan, cluster) if kind == EXPERT else 1.0
+        seconds = collective_s(row, plan, cluster, rates, crossing)
         if seconds is None:
             return None
+        if kind == EXPERT and not rates.synchronous:
+            seconds *= plan.stack.expert_imbalance
         if rates.synchronous and kind == TENSOR:
             seconds += host.around_layers_s(row, plan, rates)
         parts[kind] = parts.get(kind, 0.0) + share * seconds
         if parts is not time.again:
             calls[parts is backward] += share * row.calls
-            checks[parts is backward] += share * row.calls * host.check_s(prediction.group_size(plan, row.axis), stack)
+            checks[parts is backward] += share * row.calls * host.check_s(prediction.group_size(plan, row.axis), plan)
     for parts, is_backward in ((forward, False), (backward, True)):
         if parts.get(TENSOR) and not rates.synchronous:
-            parts[TENSOR] = tensor_s(parts[TENSOR], parts[PRODUCTS], stack, plan, is_backward)
+            parts[TENSOR] = tensor_s(parts[TENSOR], parts[PRODUCTS], plan, is_backward)
     for parts in (forward, backward, time.again):
+        if parts.get(EXPERT) and plan.stack.expert_overlap:
+            hidden, computing = (
+                plan.stack.expert_overlap * parts[EXPERT],
+                sum(map(parts.__getitem__, COMPUTED & parts.keys())),
+            )
+            parts[EXPERT] += exposed_s(hidden, computing) - hidden
         if plan.context and parts.get(CONTEXT) and not rates.synchronous:
             parts[CONTEXT] = plan.context.exposed_s(parts[CONTEXT], parts.get(ATTENTION, 0.0), plan)
-    _add_host(time, calls, checks, block, plan, rates, stack)
+    _add_host(time, calls, checks, block, plan, rates)
     return time
 
 
 def _add_host(
-    time: BlockTime,
-    calls: Sequence[float],
-    checks: Sequence[float],
-    block: BlockSpec,
-    plan: Plan,
-    rates: Rates,
-    stack: SoftwareStack,
+    time: BlockTime, calls: Sequence[float], checks: Sequence[float], block: BlockSpec, plan: Plan, rates: Rates
 ) -> None:
     """Add the host's time to issue the operations of a pass, where it exceeds the device's time for them. On CPU, the
     host computes each operation after issuing it, so the two times add up."""
     forward, backward = host.operations(block, plan.spec)
     if plan.mesh.size("tp") > 1 and block.kind == "transformer":
-        forward += stack.tensor_operations[0] / stack.operations
-        backward += stack.tensor_operations[1] / stack.operations
-    again = forward + stack.recompute_operations / stack.operations
+        forward += plan.stack.tensor_operations[0] / plan.stack.operations
+        backward += plan.stack.tensor_operations[1] / plan.stack.operations
+    again = forward + plan.stack.recompute_operations / plan.stack.operations
     issued = (
         (time.forward, forward, calls[0], checks[0]),
         (time.backward, backward, calls[1], checks[1]),
@@ -103,7 +108,7 @@ def _add_host(
         if rates.synchronous:
             parts[HOST] = number * rates.operation_s
         else:
-            seconds = (stack.operations * number + host.OF_COLLECTIVE * sent) * rates.operation_s + checking
+            seconds = (plan.stack.operations * number + host.OF_COLLECTIVE * sent) * rates.operation_s + checking
             parts[HOST] = host.waited_s(seconds, sum(parts.values()))
 
 
@@ -133,18 +138,20 @@ def _traffic(block: BlockSpec, plan: Plan, time: BlockTime) -> Iterator[tuple[st
             yield STATISTICS, parts, row, 1 / 2 / plan.batch.microbatches
 
 
-def _recomputed(
-    shapes: Sequence[Shape], block: BlockSpec, forward: Parts, plan: Plan, rates: Rates, stack: SoftwareStack
-) -> Parts:
+def _recomputed(shapes: Sequence[Shape], block: BlockSpec, forward: Parts, plan: Plan, rates: Rates) -> Parts:
     """Return the time of recomputation in backward. Its host time and collectives are added later."""
     if not block.is_recomputed or plan.recompute == "none":
         return {}
     if plan.recompute == "selective":
-        if stack.stops_early:
+        if plan.stack.selective == "attention":
+            return {ATTENTION: forward[ATTENTION]}
+        if plan.stack.selective == "elementwise":
             return {MEMORY_BOUND: streaming.recomputed(plan, forward[MEMORY_BOUND])}
-        return {ATTENTION: forward[ATTENTION]}
+        sizes = [weight.numel for _, weight in products_of(block)]
+        share = sum(sizes[1::2]) / sum(sizes)
+        return {PRODUCTS: share * forward[PRODUCTS], MEMORY_BOUND: forward[MEMORY_BOUND]}
     again = dict(forward)
-    if stack.stops_early and shapes:
+    if plan.stack.stops_early and shapes:
         again[PRODUCTS] -= product_s(*shapes[-1], BYTES[plan.precision.compute], rates)
     return again
 
@@ -181,18 +188,17 @@ def _shapes(block: BlockSpec, plan: Plan) -> Iterator[Shape]:
         yield rows, layer.in_features if product.panels else inner, columns
 
 
-def _add_attention(
-    forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, rates: Rates, stack: SoftwareStack
-) -> None:
-    """Attention, an equal share for each tp rank, of the cp ranks the slowest's. Other FLOPs are those of experts."""
+def _add_attention(forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, rates: Rates) -> None:
+    """Attention, an equal share for each tp rank, of the cp ranks the slowest's."""
     tp, width, spec = plan.mesh.size("tp"), BYTES[plan.precision.compute], plan.spec
     attended = spec.attended or spec.seq
-    flops = 2.0 * plan.num_rows * attended * spec.attention_features
     head_size = spec.qk_features // max(1, spec.heads)
-    if stack.fused_attention:
+    if plan.stack.fused_attention and not (rates.synchronous and host.keeps_scores(spec)):
         causal = spec.is_causal  # which halves the work
         computed = 4.0 * plan.num_rows * attended * spec.qk_features / (2 if causal else 1)  # zeros behind values too
-        forward[ATTENTION] = attention_s(computed / tp / stack.attention, attended, head_size, causal, rates)
+        most = max(1.0, rates.product_efficiency / rates.attention_efficiency)  # its products are no faster than others
+        computed /= tp * min(plan.stack.attention, most)
+        forward[ATTENTION] = attention_s(computed, attended, head_size, causal, rates)
         backward[ATTENTION] = BACKWARD_OF_ATTENTION * forward[ATTENTION]
     else:
         heads = max(1, plan.batch.micro_batch * spec.heads // tp)
@@ -204,11 +210,6 @@ def _add_attention(
     if plan.context:
         slowest = plan.context.imbalance(plan)
         forward[ATTENTION], backward[ATTENTION] = slowest * forward[ATTENTION], slowest * backward[ATTENTION]
-    of_experts = block.forward_flops * plan.batch.micro_batch / plan.mesh.size("cp") - _dense_flops(block, plan) - flops
-    if of_experts > 1e-3 * flops:
-        seconds = of_experts / tp / (rates.peak_flops * rates.product_efficiency * OF_GROUPED)
-        forward[PRODUCTS] += seconds
-        backward[PRODUCTS] += 2 * seconds
 
 
 def _add_others(
@@ -231,20 +232,15 @@ def _add_others(
 
 
 def _add_streaming(
-    forward: Parts,
-    backward: Parts,
-    shapes: Sequence[Shape],
-    block: BlockSpec,
-    plan: Plan,
-    rates: Rates,
-    stack: SoftwareStack,
+    forward: Parts, backward: Parts, shapes: Sequence[Shape], block: BlockSpec, plan: Plan, rates: Rates
 ) -> None:
     if block.kind in ("transformer", "head", "embedding"):
-        both = streaming.of_block(block, plan, rates, stack)
+        both = streaming.of_block(block, plan, rates)
     else:
         both = other_blocks.streaming(block, plan, rates)
-    of_experts = sum(parameter.numel for parameter in block.parameters if parameter.layer_role == "expert")
-    dense = sum(inner * columns for _, inner, columns in shapes)
-    elements = dense + of_experts / plan.mesh.size("ep") / plan.mesh.size("tp")
-    weights = streaming.of_weights(elements, plan, rates, stack)
-    forward[MEMORY_BOUND], backward[MEMORY_BOUND] = both[0] + weights[0], both[1] + weights[1]
+    dense, rows, held = sum(inner * columns for _, inner, columns in shapes), (0.0, 0.0), 0
+    if of_experts := experts.shapes(block, plan):
+        held = sum(prod(matrix) for matrix in of_experts.matrices)
+        rows = (0.0, 0.0) if rates.synchronous else experts.rows_s(of_experts, plan, rates)
+    weights = streaming.of_weights(dense + held, plan, rates)
+    forward[MEMORY_BOUND], backward[MEMORY_BOUND] = (sum(seconds) for seconds in zip(both, weights, rows))

@@ -11,7 +11,6 @@ from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.model.model_spec import BlockSpec, ModelSpec
 from parallelrun.planner.predict.step_time.kernels import streaming_s
 from parallelrun.planner.predict.step_time.rates import Rates
-from parallelrun.planner.predict.step_time.stack import SoftwareStack
 
 FORWARD = 0.4  # the part of the operations in forward
 OF_GPT, OF_LLAMA, OF_EXPERTS, OF_MLP, OF_ENDS = 132, 231, 530, 32, 30
@@ -45,9 +44,9 @@ def waited_s(issuing: float, computing: float) -> float:
     return float(together - computing)
 
 
-def check_s(size: int, stack: SoftwareStack) -> float:
+def check_s(size: int, plan: Plan) -> float:
     """Seconds that a host waits before a collective of `size` ranks, while they compare what they call."""
-    return CHECK_MESSAGES * size * CHECK_MESSAGE_S if stack.checked_collectives else 0.0
+    return CHECK_MESSAGES * size * CHECK_MESSAGE_S if plan.stack.checked_collectives else 0.0
 
 
 def operations(block: BlockSpec, spec: ModelSpec) -> tuple[float, float]:

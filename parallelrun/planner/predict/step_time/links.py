@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import ceil, log2, pow
 
+from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.pieces.hosts import ranks_in_node, stays_in_node
@@ -13,11 +14,19 @@ from parallelrun.planner.predict.step_time.rates import Rates
 MESSAGES = ("send", "recv")
 GATHERS = ("all_gather", "reduce_scatter")
 OF_GATHERS = 0.9  # of the rate of an all-reduce (SimuMax, B200: 0.67 of the link to 0.74; H100: 320 GB/s, autoparallel)
+# Of the multiprocessors, those that a collective over NVLink takes from products (Calculon).
+CHANNELS = 0.15
+MOVED = 2  # bytes of a device's memory that are read or written for each byte sent: one arrives as another leaves
 SERIAL = 0.5  # the part of the shorter step of a collective in two steps that runs alone
 
 
-def collective_s(row: Collective, plan: Plan, cluster: ClusterConfig, rates: Rates) -> float | None:
-    """Seconds that all calls of a row take; None if its group leaves a node and the cluster gives no rate for that."""
+def collective_s(
+    row: Collective, plan: Plan, cluster: ClusterConfig, rates: Rates, crossing: float = 1.0
+) -> float | None:
+    """Seconds that all calls of a row take; None if its group leaves a node and the cluster gives no rate for that.
+
+    crossing: the part of its bytes between nodes that travel there, where a node passes them on to several ranks.
+    """
     size = prediction.group_size(plan, row.axis)
     if size == 1 or not row.calls:
         return 0.0
@@ -31,7 +40,7 @@ def collective_s(row: Collective, plan: Plan, cluster: ClusterConfig, rates: Rat
         return None
     if is_message:
         return prediction.wire_bytes(row, size) / min(rates.intra_bytes_s, rates.inter_bytes_s) + latency
-    return bytes_s(row, size, in_node, rates) + latency
+    return bytes_s(row, size, in_node, rates, crossing) + latency
 
 
 def intra_bytes_s(row: Collective, rates: Rates) -> float:
@@ -39,7 +48,7 @@ def intra_bytes_s(row: Collective, rates: Rates) -> float:
     return rates.intra_bytes_s * (OF_GATHERS if row.operation in GATHERS else 1.0)
 
 
-def bytes_s(row: Collective, size: int, in_node: int, rates: Rates) -> float:
+def bytes_s(row: Collective, size: int, in_node: int, rates: Rates, crossing: float = 1.0) -> float:
     """Seconds in which the bytes of a collective over several nodes travel.
 
     In steps: the ranks on a node exchange parts, then each sends its part between nodes through a port of its own (or
@@ -56,7 +65,7 @@ def bytes_s(row: Collective, size: int, in_node: int, rates: Rates) -> float:
     if in_node == 1 or nodes * in_node != size:
         return flat
     inside_s = prediction.wire_bytes(row, in_node) / inside_rate
-    between_s = prediction.wire_bytes(row, nodes) / ports
+    between_s = crossing * prediction.wire_bytes(row, nodes) / ports
     return min(flat, max(inside_s, between_s) + SERIAL * min(inside_s, between_s))
 
 
@@ -73,3 +82,24 @@ def latency_s(operation: str, size: int, in_node: int, rates: Rates) -> float:
         return rates.collective_s + 2 * (ceil(log2(nodes)) * rates.message_s + (in_node - 1) * rates.hop_s)
     between = nodes if nodes > 1 and in_node > 1 else nodes - 1
     return rates.collective_s + between * rates.message_s + (size - 1 - between) * rates.hop_s
+
+
+def sharing_s(row: Collective, plan: Plan, rates: Rates) -> float:
+    """Seconds by which computation beside a collective of FSDP takes longer, which runs beside all of a step: both share
+    multiprocessors and memory."""
+    num_bytes = prediction.wire_bytes(row, prediction.group_size(plan, row.axis))
+    return num_bytes * (CHANNELS / rates.intra_bytes_s + MOVED / rates.memory_bytes_s)
+
+
+def copies_s(row: Collective, plan: Plan, rates: Rates) -> float:
+    """Seconds in which FSDP copies a message's weights out of its buffer, or its gradients, rounded until then, into
+    one. torch's FSDP2 does so among its computations (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:
+    `split_with_sizes_copy`, `chunk_cat`)."""
+    if (
+        rates.synchronous
+        or not (plan.data.shards_weights and plan.stack.copied_buffers)
+        or row.operation not in GATHERS
+    ):
+        return 0.0
+    read = 1.0 if row.operation == "all_gather" else BYTES[plan.precision.compute] / BYTES[plan.precision.reduce]
+    return row.payload_bytes * (1 + read) / rates.memory_bytes_s

@@ -16,11 +16,10 @@ from parallelrun.planner.predict import prediction, simulate
 from parallelrun.planner.predict.step_time import cores, host, other_blocks, overlap, servers, spread
 from parallelrun.planner.predict.step_time.blocks import BlockTime, Parts, block_time
 from parallelrun.planner.predict.step_time.kernels import streaming_s
-from parallelrun.planner.predict.step_time.links import collective_s
+from parallelrun.planner.predict.step_time.links import collective_s, copies_s, sharing_s
 from parallelrun.planner.predict.step_time.rates import Rates, not_given, rates_of
 from parallelrun.planner.predict.step_time.shared_times import of_blocks, of_stages, of_weights
 from parallelrun.planner.predict.step_time.spread import BUBBLE, DATA, FIXED, OPTIMIZER, PIPELINE, RECOMPUTE
-from parallelrun.planner.predict.step_time.stack import OURS, SoftwareStack
 
 
 @dataclass(frozen=True)
@@ -48,31 +47,30 @@ class StageTime:
 CountedBlocks = tuple[tuple[str, int], ...]  # of a stage: the first equal block of the model, and how many of them
 
 
-def step_time(plan: Plan, cluster: ClusterConfig, stack: SoftwareStack = OURS) -> StepTime | None:
-    """Predict a step; None for the reasons that `why_unknown` gives. stack: the program that runs the plan."""
-    return StepModel(cluster, stack).step_time(plan)
+def step_time(plan: Plan, cluster: ClusterConfig) -> StepTime | None:
+    """Predict a step; None for the reasons that `why_unknown` gives."""
+    return StepModel(cluster).step_time(plan)
 
 
 class StepModel:
-    """The step times of plans on one cluster, by one program. Parts that plans share are computed once.
+    """The step times of plans on one cluster. Parts that plans share are computed once.
 
     The plans differ in nothing but degrees, strategies, batch and recomputation: they have one model, precision,
-    optimizer and partition.
+    optimizer, partition and stack.
     """
 
-    def __init__(self, cluster: ClusterConfig, stack: SoftwareStack = OURS):
-        self._cluster, self._stack = cluster, stack
+    def __init__(self, cluster: ClusterConfig):
+        self._cluster = cluster
         self._cache: dict[object, Any] = {}
 
     def step_time(self, plan: Plan, least: bool = False) -> StepTime | None:
         """Predict a step. least: with a lower bound of the schedule's length, which is not simulated."""
-        setting = self._setting(plan)
-        if setting is None:
+        rates = self._rates(plan)
+        if rates is None:
             return None
-        rates, stack = setting
         stages, messages = self.stages(plan), self.messages(plan)
         of_data = "data", of_weights(plan), plan.batch.microbatches
-        data = once(self._cache, of_data, lambda: _data(plan, self._cluster, rates, stack))
+        data = once(self._cache, of_data, lambda: _data(plan, self._cluster, rates))
         if stages is None or messages is None or data is None:
             return None
         key = "schedule", least, plan.pipeline, plan.batch.microbatches, of_stages(plan)
@@ -80,12 +78,13 @@ class StepModel:
         parts = _parts_of(plan, stages)
         parts[PIPELINE] = messages * plan.batch.microbatches
         parts[BUBBLE] = makespan - busy
-        parts[DATA] = sum(data) if rates.synchronous else _exposed(plan, data, stages, stack)  # a CPU hides nothing
+        parts[DATA] = sum(data[:3]) if rates.synchronous else _exposed(plan, data, stages)  # a CPU hides nothing
         parts[DATA] += host.around_data_s(plan, rates)
         weights, _, states = prediction.held_bytes(plan, plan.mesh.coordinate(0))
         if plan.data.rounds_weights:  # the factors below are of weights in the stored dtype
             weights = prediction.stored_bytes(plan)
-        parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates)
+        read = 2 if plan.precision.stored != plan.precision.accurate else 3  # the copy in the state is updated
+        parts[OPTIMIZER] = streaming_s(2 * states + read * weights, 20, rates)
         parts[FIXED] = rates.step_s + host.of_microbatches_s(plan, rates)
         if plan.servers:
             exchanged = servers.exchange(plan, self._cluster, rates, makespan)
@@ -101,7 +100,7 @@ class StepModel:
 
     def least_s(self, plan: Plan) -> float | None:
         """A lower bound of the schedule's length, and so of a step; None as `step_time`."""
-        if self._setting(plan) is None:
+        if self._rates(plan) is None:
             return None
         stages, messages = self.stages(plan), self.messages(plan)
         return None if stages is None or messages is None else _schedule(plan, self._cluster, stages, messages, True)[0]
@@ -115,30 +114,30 @@ class StepModel:
 
     def block_time(self, plan: Plan, block: BlockSpec) -> BlockTime | None:
         """The seconds of a block of a plan whose time is known (`why_unknown`), apart from its schedule."""
-        setting = self._setting(plan)
-        assert setting is not None, "asked only where the cluster gives the rates"
+        rates = self._rates(plan)
+        assert rates is not None, "asked only where the cluster gives the rates"
         key = "block", of_blocks(plan), plan.spec.first_alike[block.name]
-        return once(self._cache, key, lambda: block_time(block, plan, self._cluster, *setting))
+        return once(self._cache, key, lambda: block_time(block, plan, self._cluster, rates))
 
     def messages(self, plan: Plan) -> float | None:
         """Seconds that a pp rank in the middle spends on the messages of one microbatch."""
-        setting = self._setting(plan)
-        if plan.mesh.size("pp") == 1 or setting is None:
+        rates = self._rates(plan)
+        if plan.mesh.size("pp") == 1 or rates is None:
             return 0.0
-        return once(self._cache, ("messages", of_stages(plan)), lambda: _messages(plan, self._cluster, *setting))
+        return once(self._cache, ("messages", of_stages(plan)), lambda: _messages(plan, self._cluster, rates))
 
-    def _setting(self, plan: Plan) -> tuple[Rates, SoftwareStack] | None:
-        """(the rates of one rank, what the program does on such a device); None if the time of a step is unknown."""
+    def _rates(self, plan: Plan) -> Rates | None:
+        """The rates of one rank; None if the time of a step is unknown."""
 
-        def compute() -> tuple[Rates, SoftwareStack] | None:
+        def compute() -> Rates | None:
             rates = rates_of(self._cluster, plan.precision.name)
-            if rates is None or why_unknown(plan, self._cluster):
-                return None
-            rates = cores.of_a_rank(rates, plan, self._cluster)
-            keeps_scores = rates.synchronous and host.keeps_scores(plan.spec)
-            return rates, replace(self._stack, fused_attention=False) if keeps_scores else self._stack
+            return (
+                None
+                if rates is None or why_unknown(plan, self._cluster)
+                else cores.of_a_rank(rates, plan, self._cluster)
+            )
 
-        return once(self._cache, ("setting", plan.world, plan.servers), compute)
+        return once(self._cache, ("rates", plan.world, plan.servers), compute)
 
 
 def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
@@ -172,13 +171,13 @@ def _stages(
     return [times[counted] for counted in blocks]
 
 
-def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack) -> float | None:
+def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates) -> float | None:
     seconds = 0.0
     for row in prediction.merge(plan.pipeline.collectives(plan.mesh.size("pp") // 2, plan)):
         if row.axis != "pp" or row.operation != "send":
             continue
         parts = [row]
-        if stack.scattered_messages and not plan.tensor.sequence_parallel:
+        if plan.stack.scattered_messages and not plan.tensor.sequence_parallel:
             part = replace(row, payload_bytes=row.payload_bytes // plan.mesh.size("tp"))
             parts = [part, replace(row, axis="tp", operation="all_gather")]
         for part in parts:
@@ -220,59 +219,50 @@ def _parts_of(plan: Plan, stages: list[StageTime]) -> Parts:
 
 class DataTime(NamedTuple):
     """Seconds of a step's data communication: gathers of weights; sums of gradients, the last ones included; late, what
-    no computation can hide."""
+    no computation can hide; shared, by which it slows down computation that hides it."""
 
     gathers: float
     sums: float
     late: float
+    shared: float
 
 
-def _data(plan: Plan, cluster: ClusterConfig, rates: Rates, stack: SoftwareStack) -> DataTime | None:
-    gathers = sums = late = 0.0
-    for row in _data_rows(plan, stack):
-        sent = _sent(row, plan, stack)
+def _data(plan: Plan, cluster: ClusterConfig, rates: Rates) -> DataTime | None:
+    gathers = sums = late = shared = 0.0
+    coordinate = plan.mesh.coordinate(0)
+    for row in plan.data.collectives(coordinate["pp"], coordinate, plan):
+        sent = _sent(row, plan)
         seconds = collective_s(sent, plan, cluster, rates)
         if seconds is None:
             return None
         often = 1 / prediction.steps_between(plan, row.purpose)
-        late += often * sent.calls * host.check_s(prediction.group_size(plan, row.axis), stack)
+        late += often * sent.calls * host.check_s(prediction.group_size(plan, row.axis), plan)
+        shared += often * (sharing_s(sent, plan, rates) if plan.data.shards_weights else overlap.SLOWED * seconds)
+        late += often * copies_s(sent, plan, rates)
         if row.operation == "all_gather":
             gathers += often * seconds
         elif sent.operation != row.operation:
             late += often * seconds
         else:
             sums += often * seconds
-    return DataTime(gathers, sums, late)
+    return DataTime(gathers, sums, late, shared)
 
 
-def _data_rows(plan: Plan, stack: SoftwareStack) -> list[Collective]:
-    """The data strategy's collectives. A program that rounds weights gathers all of them so, ours some as stored."""
-    coordinate = plan.mesh.coordinate(0)
-    rows = plan.data.collectives(coordinate["pp"], coordinate, plan)
-    if plan.data.shards_weights or not stack.rounded_weights:
-        return rows
-    share = BYTES[plan.precision.compute] / BYTES[plan.precision.reduce] / plan.data.num_exchanges(plan)
-    rounded = {row.axis: round(share * row.payload_bytes) for row in rows if row.operation == "reduce_scatter"}
-    return [replace(row, payload_bytes=rounded[row.axis]) if row.operation == "all_gather" else row for row in rows]
-
-
-def _sent(row: Collective, plan: Plan, stack: SoftwareStack) -> Collective:
+def _sent(row: Collective, plan: Plan) -> Collective:
     """A row of the data strategy as the program sends it."""
-    compute, own = BYTES[plan.precision.compute], BYTES[plan.precision.reduce]
-    if row.operation == "all_gather":
-        is_rounded = stack.rounded_weights or plan.data.exchange_form(plan).gathers_rounded
-        own, factor = (compute if is_rounded else BYTES[plan.precision.stored]), 1.0
-    else:
-        factor = compute / own if stack.rounded_gradients else 1.0
-    calls = row.calls if stack.bucket is None else -(-row.payload_bytes // (own * stack.bucket))
-    sent = replace(row, calls=min(row.calls, calls), payload_bytes=round(factor * row.payload_bytes))
-    if not stack.whole_sums or row.operation == "all_reduce" or plan.data.shards_weights:
-        return sent
-    return replace(sent, calls=1, operation="all_gather" if row.operation == "all_gather" else "all_reduce")
+    is_gather = row.operation == "all_gather"
+    dtype = plan.precision.stored if is_gather else plan.precision.reduce
+    if is_gather and plan.data.exchange_form(plan).gathers_rounded:
+        dtype = plan.precision.compute
+    bucket = plan.stack.bucket
+    calls = row.calls if bucket is None else min(row.calls, -(-row.payload_bytes // (BYTES[dtype] * bucket)))
+    if not plan.stack.whole_sums or row.operation == "all_reduce" or plan.data.shards_weights:
+        return replace(row, calls=calls)
+    return replace(row, calls=1, operation="all_gather" if is_gather else "all_reduce")
 
 
-def _exposed(plan: Plan, data: DataTime, stages: list[StageTime], stack: SoftwareStack) -> float:
+def _exposed(plan: Plan, data: DataTime, stages: list[StageTime]) -> float:
     """Return the seconds of the data strategy's communication that a pp rank's computation does not hide."""
     pp = plan.mesh.size("pp")
     forward, backward = (sum(getattr(stage, name) for stage in stages) / pp for name in ("forward", "backward"))
-    return data.late + overlap.data_s(data.gathers, data.sums, forward, backward, stack, plan)
+    return data.late + overlap.data_s(data.gathers, data.sums, data.shared, forward, backward, plan)

@@ -13,17 +13,16 @@ from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.model_spec import BlockSpec
 from parallelrun.planner.predict.step_time.kernels import streaming_s
 from parallelrun.planner.predict.step_time.rates import Rates
-from parallelrun.planner.predict.step_time.stack import SoftwareStack
 
 Both = tuple[float, float]  # forward, backward
 
 # Per element of the residual stream: two sums; backward adds two gradients and joins those of query, key and value.
 SUMS: Both = (12, 24)
-NORM: Both = (4, 8)  # a norm, one kernel each way, and its weight's gradient
 # Rotation of queries and keys, per element of both together: by a kernel each way, or as torch computes a formula.
 ROTATION, ROTATION_BY_FORMULA = (4, 4), (19, 32)
 JOINING: Both = (3.5, 6.7)  # per element of the query, the key and the value with zeros of latent attention
 ACTIVATION: dict[str, Both] = {"gelu": (4, 6), "relu": (4, 6), "swiglu": (10, 24)}  # per element that it gives
+FUSED_SWIGLU: Both = (6, 10)
 BIAS = 2  # per output of a layer with a bias, in backward: it is read to be summed
 KERNELS = 8
 EMBEDDING = 8
@@ -32,21 +31,21 @@ RESIDUAL_ON_CPU, ACTIVATION_ON_CPU, BACKWARD_ON_CPU = 22, 5, 1.5
 LOGIT_ON_CPU: Both = (14, 8)
 
 
-def of_block(block: BlockSpec, plan: Plan, rates: Rates, stack: SoftwareStack) -> Both:
+def of_block(block: BlockSpec, plan: Plan, rates: Rates) -> Both:
     """Seconds (forward, backward) of one microbatch of a transformer block, embedding or head."""
     tp, spec = plan.mesh.size("tp"), plan.spec
     rows, features = plan.tensor.activation_layout(None, plan).local(plan.num_rows, spec.hidden, plan.mesh.sizes)
     if block.kind == "transformer":
-        return _of_transformer(block, rows * features, plan, rates, stack)
+        return _of_transformer(block, rows * features, plan, rates)
     if block.kind == "head":
         logits = plan.num_rows * spec.vocab / tp
-        moved = LOGIT_ON_CPU if rates.synchronous else stack.logit_bytes
+        moved = LOGIT_ON_CPU if rates.synchronous else plan.stack.logit_bytes
         return streaming_s(moved[0] * logits, 6, rates), streaming_s(moved[1] * logits, 3, rates)
     both = streaming_s(EMBEDDING * rows * features, 4, rates)
     return both, both
 
 
-def _of_transformer(block: BlockSpec, residual: float, plan: Plan, rates: Rates, stack: SoftwareStack) -> Both:
+def _of_transformer(block: BlockSpec, residual: float, plan: Plan, rates: Rates) -> Both:
     tp, spec, width = plan.mesh.size("tp"), plan.spec, BYTES[plan.precision.compute] / 2
     inside = plan.num_rows * spec.ffn / tp
     if rates.synchronous:
@@ -54,7 +53,9 @@ def _of_transformer(block: BlockSpec, residual: float, plan: Plan, rates: Rates,
         forward = streaming_s(moved, KERNELS, rates)
         return forward, BACKWARD_ON_CPU * forward
     rotated, joined = _turned_elements(plan)
-    rotation = ROTATION if stack.fused_rotation else ROTATION_BY_FORMULA
+    fused, norm = plan.stack.fused_elementwise, plan.stack.norm_bytes
+    rotation = ROTATION if fused else ROTATION_BY_FORMULA
+    activation = FUSED_SWIGLU if fused and spec.activation == "swiglu" else ACTIVATION[spec.activation]
     biased = sum(
         plan.num_rows * layer.out_features / tp
         for layer in block.layers
@@ -64,11 +65,11 @@ def _of_transformer(block: BlockSpec, residual: float, plan: Plan, rates: Rates,
     moved_forward, moved_backward = (
         width
         * (
-            (SUMS[i] + 2 * NORM[i]) * residual
+            (SUMS[i] + 2 * norm[i]) * residual
             + rotation[i] * rotated
             + JOINING[i] * joined
-            + NORM[i] * (_latent_elements(plan) + _head_elements(block, plan))
-            + ACTIVATION[spec.activation][i] * inside
+            + norm[i] * (_latent_elements(plan) + _head_elements(block, plan))
+            + activation[i] * inside
         )
         for i in (0, 1)
     )
@@ -103,12 +104,12 @@ def _head_elements(block: BlockSpec, plan: Plan) -> float:
 
 def recomputed(plan: Plan, forward: float) -> float:
     """Seconds of the norms and activation functions of a forward pass that selective recomputation repeats."""
-    norms, residual = 2 * NORM[0], SUMS[0] + 2 * NORM[0]
-    inside = ACTIVATION[plan.spec.activation][0] * plan.spec.ffn / plan.spec.hidden
+    norms = 2 * plan.stack.norm_bytes[0]
+    residual, inside = SUMS[0] + norms, ACTIVATION[plan.spec.activation][0] * plan.spec.ffn / plan.spec.hidden
     return forward * (norms + inside) / (residual + inside)
 
 
-def of_weights(elements: float, plan: Plan, rates: Rates, stack: SoftwareStack) -> Both:
+def of_weights(elements: float, plan: Plan, rates: Rates) -> Both:
     """Seconds (forward, backward) that a microbatch spends on a rank's weights beside the products that read them.
 
     Forward rounds the stored weights to the compute dtype; backward widens their gradients, and adds them up where a
@@ -120,11 +121,10 @@ def of_weights(elements: float, plan: Plan, rates: Rates, stack: SoftwareStack) 
     compute = BYTES[plan.precision.compute]
     stored, reduced = (BYTES[dtype] for dtype in (plan.precision.stored, plan.precision.reduce))
     keeps_rounded = plan.data.exchange_form(plan).gathers_rounded
-    rounds = stored != compute and not (stack.rounded_weights or keeps_rounded)
+    rounds = stored != compute and not keeps_rounded
     forward = backward = (stored + compute) * rounds
     if plan.batch.microbatches == 1:
-        backward += (compute + reduced) * (keeps_rounded and not stack.rounded_weights)
+        backward += (compute + reduced) * keeps_rounded
     else:
-        own = compute if stack.rounded_gradients else reduced
-        backward += own if stack.fused_accumulation else 2 * own + (reduced if rounds else compute)
+        backward += reduced if plan.stack.fused_accumulation else 2 * reduced + (reduced if rounds else compute)
     return elements * forward / rates.memory_bytes_s, elements * backward / rates.memory_bytes_s

@@ -55,7 +55,9 @@ def test_the_tables_name_functions_that_exist():
 def test_a_script_of_megatron(tmp_path):
     found = translated(tmp_path / "train.sh", SCRIPT)
     assert found.values == VALUES and found.problems == []
-    assert found.groups == {"model": "gpt", "dataset": "synthetic", "precision": "bf16", "strategy": "ptdp"}
+    assert found.groups == {
+        "model": "gpt", "dataset": "synthetic", "precision": "bf16", "strategy": "ptdp", "stack": "megatron_core",
+    }  # fmt: skip
     assert dropped(found) == {"--data-path", "--save", "--frobnicate"}
 
 
@@ -125,7 +127,9 @@ def test_torchtitan(tmp_path):
               "optimizer.warmup": 200, "strategy.tensor.sequence_parallel": True,
               "tracker.use": ["tensorboard", "wandb"]}  # fmt: skip
     assert {key: found.values.get(key) for key in wanted} == wanted
-    assert found.groups == {"model": "llama3_8b", "precision": "bf16", "strategy": "hsdp", "dataset": "synthetic"}
+    assert found.groups == {
+        "model": "llama3_8b", "precision": "bf16", "strategy": "hsdp", "dataset": "synthetic", "stack": "torchtitan",
+    }  # fmt: skip
     assert dropped(found) == {"lr_scheduler.decay_ratio"}
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from parallelrun.planner.predict.step_time import blocks
-from parallelrun.planner.predict.step_time.stack import OURS
+from parallelrun.planner.predict.step_time.experts import ROW_BYTES
 from tests.unit.config.test_presets import plan as planned
 from tests.unit.planner.predict.step_time.test_step_time import CLUSTER, RATES
 
@@ -27,9 +27,10 @@ ROUNDED = 6  # bytes moved for a weight in each pass: it is rounded from fp32 to
 
 def block_parts(model: str, *words: str):
     """(the last block, its time by part, forward and backward), of a microbatch of two samples."""
-    plan = planned(*MODELS[model], *words, "model.layers=2", "precision=bf16", "micro_batch=2", "device=cuda")
+    given = "model.layers=2", "precision=bf16", "micro_batch=2", "device=cuda", "stack.expert_imbalance=1"
+    plan = planned(*MODELS[model], *words, *given)
     block = plan.spec.blocks[-2]
-    time = blocks.block_time(block, plan, CLUSTER, LINEAR, OURS)
+    time = blocks.block_time(block, plan, CLUSTER, LINEAR)
     return block, [{name: way[name] for name in (blocks.PRODUCTS, blocks.ATTENTION, blocks.MEMORY_BOUND)}
                    for way in (time.forward, time.backward)]  # fmt: skip
 
@@ -42,13 +43,17 @@ def rounding_s(block, role: str = "") -> float:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_two_tensor_parallel_ranks_do_half_of_a_block_each(model):
-    """But for latent attention's: each rank turns the key of all heads, and rounds the weights that give latents."""
+    """But for latent attention's: each rank turns the key of all heads, and rounds the weights that give latents; and
+    for routed rows, which each rank puts into the order of the experts."""
     block, alone = block_parts(model, "strategy=single", "global_batch=2")
     words = "strategy=ptdp", "tp=2", "strategy.tensor.sequence_parallel=true", "global_batch=2"
     key = 2 * 4096 * 64 / LINEAR.memory_bytes_s if model == "latent" else 0.0  # of two samples, 64 features
-    for whole, half, moved in zip(alone, block_parts(model, *words)[1], (19, 32)):  # bytes to turn a number
+    router = planned(*MODELS[model], "strategy=single").spec.router
+    routed = 2 * (4096 if model == "latent" else 32768) * router.top_k * block.layers[0].in_features if router else 0
+    order = [routed * num_bytes / LINEAR.memory_bytes_s for num_bytes in ROW_BYTES]
+    for whole, half, moved, ordering in zip(alone, block_parts(model, *words)[1], (19, 32), order):  # to turn a number
         for name, seconds in whole.items():
-            twice = moved * key + rounding_s(block, "linear") if name == blocks.MEMORY_BOUND else 0.0
+            twice = moved * key + rounding_s(block, "linear") + ordering if name == blocks.MEMORY_BOUND else 0.0
             assert 2 * half[name] == pytest.approx(seconds + twice, rel=1e-9), name
 
 

@@ -12,9 +12,9 @@ from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.predict import simulate
 from parallelrun.planner.predict.step_time import blocks, cores, servers, spread
 from parallelrun.planner.predict.step_time.rates import rates_of
-from parallelrun.planner.predict.step_time.stack import SoftwareStack
 from parallelrun.planner.predict.step_time.step import step_time, why_unknown
 from tests.unit.config.test_presets import plan as planned
+from tests.unit.planner.predict.step_time.test_step_time import with_stack
 
 HOST = ClusterConfig(
     name="host", nodes=1, cores=2, peak_tflops=0.1, memory_gb_s=10.0, intra_gb_s=4.0, kernel_us=0.0, operation_us=5.0,
@@ -57,7 +57,7 @@ def test_attention_on_cores_depends_on_the_size_of_heads():
 
 def test_nothing_is_hidden_where_the_host_computes():
     plan = planned(*SMALL, "strategy=ddp", "dp=2")
-    assert step_time(plan, HOST).parts == step_time(plan, HOST, SoftwareStack(data_overlap=False)).parts
+    assert step_time(plan, HOST).parts == step_time(with_stack(plan, data_overlap=False), HOST).parts
 
 
 def test_a_device_for_each_rank_has_the_rates_of_the_keys():

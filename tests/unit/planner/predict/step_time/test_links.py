@@ -10,7 +10,6 @@ from parallelrun.planner.contract.plan import Collective
 from parallelrun.planner.predict.step_time import step
 from parallelrun.planner.predict.step_time.links import bytes_s, collective_s
 from parallelrun.planner.predict.step_time.rates import absent
-from parallelrun.planner.predict.step_time.stack import OURS
 from tests.unit.config.test_presets import plan as planned
 from tests.unit.planner.predict.step_time.test_block_time import LINEAR
 from tests.unit.planner.predict.step_time.test_step_time import CLUSTER, LARGE
@@ -49,6 +48,6 @@ def test_the_rate_between_nodes_is_needed_from_the_first_rank_of_a_second_one():
 def test_replicas_that_meet_every_fourth_step_communicate_a_quarter_of_the_time(kind):
     words = "model=gpt2_124m", f"strategy={kind}", "dp=8", "precision=bf16", "cluster=a100_dgx"
     always, rarely = (
-        step._data(planned(*words, f"strategy.data.sync_every={every}"), CLUSTER, LINEAR, OURS) for every in (1, 4)
+        step._data(planned(*words, f"strategy.data.sync_every={every}"), CLUSTER, LINEAR) for every in (1, 4)
     )
     assert always.sums > 0 and rarely.sums == pytest.approx(always.sums / 4)

@@ -16,11 +16,10 @@ from parallelrun.planner.predict.step_time import blocks, host, overlap, spread,
 from parallelrun.planner.predict.step_time.kernels import attention_s
 from parallelrun.planner.predict.step_time.links import bytes_s, intra_bytes_s, latency_s
 from parallelrun.planner.predict.step_time.rates import rates_of
-from parallelrun.planner.predict.step_time.stack import OURS, SoftwareStack
 from parallelrun.planner.predict.step_time.step import step_time
 from tests.unit.config.test_presets import composed
 from tests.unit.config.test_presets import plan as planned
-from tests.unit.planner.predict.step_time.test_step_time import CLUSTER, LARGE, PLANS, RATES, predicted
+from tests.unit.planner.predict.step_time.test_step_time import CLUSTER, LARGE, PLANS, RATES, predicted, with_stack
 
 SEQUENCE = (*LARGE[:-1], "tp=8", "strategy.tensor.sequence_parallel=true")
 
@@ -90,7 +89,7 @@ def test_a_device_waits_for_its_host_at_least_for_what_is_not_issued(issuing, co
 def test_sequence_parallel_communication_runs_under_products():
     apart, ours, hidden = (
         predicted(*SEQUENCE, **settings).parts[blocks.TENSOR]
-        for settings in ({"gradient_overlap": False}, {}, {"tensor_overlap": True})
+        for settings in ({"gradient_overlap": False}, {}, {"tensor_overlap": 1.0})
     )
     assert hidden < ours < apart
     assert hidden == pytest.approx(overlap.SLOWED * apart, rel=0.3)
@@ -103,13 +102,13 @@ def test_sequence_parallel_communication_runs_under_products():
 )  # fmt: skip
 def test_an_input_s_gradient_travels_under_the_product_of_its_weights_alone(words, is_backward, seconds):
     """Of the two products of a backward pass of 1 s, the second one; a tenth of what is hidden slows it down."""
-    assert overlap.tensor_s(1.0, 1.0, OURS, planned(*LARGE, "tp=8", *words), is_backward) == pytest.approx(seconds)
+    assert overlap.tensor_s(1.0, 1.0, planned(*LARGE, "tp=8", *words), is_backward) == pytest.approx(seconds)
 
 
 def test_recomputation_ends_before_the_last_product():
     early, whole = (predicted(*LARGE, "tp=8", stops_early=value).parts for value in (True, False))
     rates, plan = RATES, planned(*LARGE, "tp=8")
-    block = blocks.block_time(plan.spec.blocks[1], plan, CLUSTER, rates, OURS)
+    block = blocks.block_time(plan.spec.blocks[1], plan, CLUSTER, rates)
     share = 1 - block.again[blocks.PRODUCTS] / block.forward[blocks.PRODUCTS]
     assert share == pytest.approx(1 / 3, rel=0.05), "4h of 12h of a layer's weights"
     assert early[spread.RECOMPUTE] < whole[spread.RECOMPUTE]
@@ -123,13 +122,13 @@ def test_rounded_weights_and_gradients_send_half(schedule):
     shape += ("pp=2", f"schedule={schedule}")
     plan, cluster = planned(*shape), composed(*shape).config.cluster
     rates = replace(RATES, collective_s=0.0, message_s=0.0, hop_s=0.0)
-    ours = step._data(plan, cluster, rates, OURS)
-    halved = step._data(plan, cluster, rates, SoftwareStack(rounded_weights=True, rounded_gradients=True))
+    ours = step._data(plan, cluster, rates)
+    halved = step._data(planned(*shape, "stack.rounded_weights=true", "stack.rounded_gradients=true"), cluster, rates)
     assert halved.sums == pytest.approx(ours.sums / 2, rel=1e-6)
     assert halved.gathers == pytest.approx(halved.sums, rel=0.01)  # the tied weight's gradients are summed once more
     assert ours.gathers / halved.gathers == pytest.approx(2.0 if schedule == "zero_bubble" else 1.05, rel=0.03)
-    found = step._data(plan, cluster, rates, SoftwareStack(rounded_weights=True))
-    assert found == pytest.approx((halved.gathers, ours.sums, 0.0), rel=1e-6)
+    found = step._data(planned(*shape, "stack.rounded_weights=true"), cluster, rates)
+    assert found[:3] == pytest.approx((halved.gathers, ours.sums, 0.0), rel=1e-6)
 
 
 def test_the_bounds_are_as_wide_as_the_parts_are_uncertain():
@@ -146,7 +145,7 @@ def test_a_message_in_parts_uses_the_ports_of_all_tp_ranks_and_is_gathered_again
     size = 2 * 2048 * 12288  # of one microbatch of one sample, in bf16; one goes forward and one backward
     sent, gathered = size / 8 / RATES.inter_bytes_s, 7 / 8 * size / (0.9 * RATES.intra_bytes_s)
     latency = 2 * RATES.collective_s + RATES.message_s + 7 * RATES.hop_s
-    parts = step.StepModel(cluster, SoftwareStack(scattered_messages=True)).messages(plan)
+    parts = step.StepModel(cluster).messages(with_stack(plan, scattered_messages=True))
     assert parts == pytest.approx(2 * (sent + gathered + latency))
     whole = step.StepModel(cluster).messages(plan)
     assert whole == pytest.approx(2 * (size / RATES.inter_bytes_s + RATES.collective_s + RATES.message_s))
@@ -154,11 +153,13 @@ def test_a_message_in_parts_uses_the_ports_of_all_tp_ranks_and_is_gathered_again
 
 def test_sharded_weights_travel_under_the_blocks_before_theirs():
     plan = planned(*PLANS["fsdp"])
-    assert overlap.data_s(1.0, 1.0, 10.0, 20.0, OURS, plan) == pytest.approx(overlap.SLOWED * 2.0)
-    assert overlap.data_s(1.0, 1.0, 0.0, 0.0, OURS, plan) == pytest.approx(2.0), "nothing to hide under"
+    assert overlap.data_s(1.0, 1.0, 0.3, 10.0, 20.0, plan) == pytest.approx(0.3), "all hidden, and slows it down"
+    assert overlap.data_s(1.0, 1.0, 0.3, 0.0, 0.0, plan) == pytest.approx(2.0), "nothing to hide under"
+    assert overlap.data_s(1.0, 1.0, 3.0, 10.0, 20.0, plan) == pytest.approx(2.0), "at most all hidden time"
     forward, blocks_before = 0.1, 1 - 1 / len(plan.spec.blocks)
-    found = overlap.data_s(1.0, 0.0, forward, 1e9, OURS, plan)
-    assert found == pytest.approx(0.5 - (1 - overlap.SLOWED) * forward * blocks_before + overlap.SLOWED * 0.5)
+    found = overlap.data_s(1.0, 0.0, 0.3, forward, 1e9, plan)
+    exposed = 0.5 - forward * blocks_before
+    assert found == pytest.approx(exposed + 0.3 * (1 - exposed)), "of what is hidden alone"
 
 
 @pytest.mark.parametrize(
@@ -167,19 +168,19 @@ def test_sharded_weights_travel_under_the_blocks_before_theirs():
         # 4 microbatches of 1 s forward and 2 s backward; a hundred seconds of each kind, so that all windows are full
         (
             ("strategy=ddp",),
-            200 - 0.9 * (1 + 2),
+            200 - (1 + 2),
         ),  # its sums in the last backward; gathers, if any, in the first forward
-        (("strategy=zero1",), 200 - 0.9 * (1 + 2)),
-        (("strategy=zero2",), 200 - 0.9 * (1 + 4 * 2)),  # reduces in every backward pass
-        (("strategy=fsdp",), 200 - 0.9 * (4 * 1 + 4 * 2)),  # gathers in both passes of every microbatch
-        (("strategy=fsdp", "strategy.data.reshard_after_forward=false"), 200 - 0.9 * (1 + 4 * 2)),
-        (("strategy=fsdp", "strategy.data.reduce_each_microbatch=false"), 200 - 0.9 * (4 * 1 + 4 * 2)),
+        (("strategy=zero1",), 200 - (1 + 2)),
+        (("strategy=zero2",), 200 - (1 + 4 * 2)),  # reduces in every backward pass
+        (("strategy=fsdp",), 200 - (4 * 1 + 4 * 2)),  # gathers in both passes of every microbatch
+        (("strategy=fsdp", "strategy.data.reshard_after_forward=false"), 200 - (1 + 4 * 2)),
+        (("strategy=fsdp", "strategy.data.reduce_each_microbatch=false"), 200 - (4 * 1 + 4 * 2)),
     ],
 )
 def test_communication_hides_under_those_passes_in_which_it_takes_place(words, seconds):
     plan = planned("model=gpt2_124m", "dp=8", "micro_batch=1", "global_batch=32", *words)
     first = 1 - 1 / len(plan.spec.blocks)  # nothing computes while the first block's weights travel
-    found = overlap.data_s(100.0, 100.0, 1.0, 2.0, OURS, plan)
+    found = overlap.data_s(100.0, 100.0, 0.0, 1.0, 2.0, plan)
     assert found == pytest.approx(200 - (200 - seconds) * first)
 
 
@@ -234,8 +235,8 @@ def test_bytes_of_simple_kernels_are_those_that_a_block_moves(changes):
         y.backward(torch.ones_like(y))
     weights = sum(parameter.numel() for parameter in block.parameters())
     rates = replace(RATES, kernel_s=0.0)
-    predicted_bytes = streaming.of_block(plan.spec.blocks[1], plan, rates, OURS)
-    rounding = streaming.of_weights(weights, plan, rates, OURS)
+    predicted_bytes = streaming.of_block(plan.spec.blocks[1], plan, rates)
+    rounding = streaming.of_weights(weights, plan, rates)
     for counted, seconds, beside in zip((forward, backward), predicted_bytes, rounding):
         assert (seconds + beside) * rates.memory_bytes_s == pytest.approx(counted.total, rel=0.05)
 
@@ -248,7 +249,7 @@ def test_weights_that_are_kept_rounded_are_not_rounded_again(microbatches, expec
     for kind, moved in expected.items():
         words = f"global_batch={2 * microbatches}", "micro_batch=1", "precision=bf16", "device=cuda"
         plan = planned("model=gpt2_124m", f"strategy={kind}", "dp=2", *words)
-        found = streaming.of_weights(1.0, plan, RATES, OURS)
+        found = streaming.of_weights(1.0, plan, RATES)
         assert [seconds * RATES.memory_bytes_s for seconds in found] == pytest.approx(moved), kind
 
 

@@ -16,13 +16,15 @@ from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.planner.pieces.hosts import ranks_in_node, stays_in_node
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.predict.cluster_cost import peak_flops
+from parallelrun.planner.predict.step_time import blocks
 from parallelrun.planner.predict.step_time.kernels import attention_s, product_s, streaming_s
 from parallelrun.planner.predict.step_time.links import collective_s
 from parallelrun.planner.predict.step_time.rates import Rates, rates_of
-from parallelrun.planner.predict.step_time.step import step_time
+from parallelrun.planner.predict.step_time.step import StepModel, step_time
 from parallelrun.planner.resolve.resolve_config import resolve
 from tests.plans import tiny_config
 from tests.unit.config.test_presets import composed
+from tests.unit.config.test_presets import plan as planned
 from tests.unit.planner.contract.test_properties import mostly_legal
 
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
@@ -105,3 +107,33 @@ def test_no_plan_computes_or_sends_faster_than_the_peak_rates(overrides, name, p
 
 def test_every_cluster_with_rates_was_tried():
     assert len({cluster.name for cluster, _ in rated_clusters()}) >= 8
+
+
+MODELS = {
+    "llama3_8b": ("tp=2", "micro_batch=2"),
+    "gpt3_175b": ("tp=8", "pp=8", "micro_batch=1", "recompute=full"),
+    "mixtral_8x7b": ("strategy=dropless", "ep=8", "micro_batch=1"),
+    "deepseek_v2_lite": ("strategy=dropless", "ep=8", "micro_batch=4"),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_part_of_a_plan_reaches_nine_tenths_of_the_peak(model):
+    """Products and attention of every block, on every GPU, by every program."""
+    words = (f"model={model}", "precision=fp16", "dp=8", "global_batch=64", *MODELS[model])
+    plans = [planned(*words, f"stack={stack}") for stack in presets.options("stack")]
+    gpus = [cluster for cluster, precision in rated_clusters() if precision == "fp16" and cluster.multiprocessors]
+    assert len(gpus) >= 14 and len(plans) >= 8
+    for cluster in gpus:
+        peak = peak_flops(cluster, "fp16")
+        for plan in plans:
+            for block in dict.fromkeys(map(plan.spec.block, plan.spec.first_alike.values())):
+                parts = StepModel(cluster).block_time(plan, block).forward
+                flops = block.forward_flops * plan.batch.micro_batch / plan.mesh.size("tp")
+                if block.kind == "transformer" and plan.stack.fused_attention:
+                    rows = plan.num_rows / plan.mesh.size("tp") / (2 if plan.spec.is_causal else 1)
+                    attention = 4.0 * rows * plan.spec.seq * plan.spec.qk_features  # keys and values as wide as queries
+                    flops -= 2.0 * rows * plan.spec.seq * plan.spec.attention_features * 2
+                    assert parts[blocks.ATTENTION] > attention / (0.9 * peak), (cluster.name, plan.stack.name)
+                if block.kind != "embedding" and plan.stack.fused_attention:
+                    assert parts[blocks.PRODUCTS] > flops / (0.9 * peak), (cluster.name, plan.stack.name, block.name)

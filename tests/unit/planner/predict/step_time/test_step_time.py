@@ -12,7 +12,6 @@ from parallelrun.planner.predict.step_time import blocks, spread, step
 from parallelrun.planner.predict.step_time.kernels import product_s
 from parallelrun.planner.predict.step_time.links import collective_s
 from parallelrun.planner.predict.step_time.rates import rates_of
-from parallelrun.planner.predict.step_time.stack import SoftwareStack
 from parallelrun.planner.predict.step_time.step import step_time, why_unknown
 from tests.unit.config.test_presets import composed
 from tests.unit.config.test_presets import plan as planned
@@ -35,8 +34,13 @@ PLANS = {
 }  # fmt: skip
 
 
-def predicted(*overrides: str, **settings: bool):
-    found = step_time(planned(*overrides), composed(*overrides).config.cluster, SoftwareStack(**settings))
+def with_stack(plan, **settings):
+    """The plan of a program that differs from this one in some settings."""
+    return replace(plan, stack=replace(plan.stack, **settings))
+
+
+def predicted(*overrides: str, **settings: object):
+    found = step_time(with_stack(planned(*overrides), **settings), composed(*overrides).config.cluster)
     assert found is not None
     return found
 
@@ -86,7 +90,9 @@ def test_experts_send_their_rows_in_every_pass():
     rates = rates_of(cluster, "bf16")
     rows = plan.expert.collectives(plan.spec.blocks, plan)
     seconds = sum(collective_s(row, plan, cluster, rates) for row in rows)
-    assert seconds > 0 and predicted(*PLANS["experts"]).parts[blocks.EXPERT] == pytest.approx(seconds, rel=1e-9)
+    assert seconds > 0 and predicted(*PLANS["experts"]).parts[blocks.EXPERT] == pytest.approx(
+        plan.stack.expert_imbalance * seconds, rel=1e-9
+    )
 
 
 def test_attention_without_a_causal_mask_is_twice_the_work():
