@@ -83,11 +83,12 @@ def show(
     context: Context,
     console: Console,
     more: Sequence[tuple[str, RenderableType]] = (),
-    first: Sequence[tuple[str, RenderableType]] = (),
+    filled: Sequence[str] = (),
 ) -> None:
-    """Print a search that has found a plan. first, more: labelled lines before all others, and before the command."""
+    """Print a search that has found a plan. more: labelled lines before the command. filled: as those of a plan."""
     config, shown = context.config, side_by_side(result.best)
     title = f"search: {config.model.preset} on {counted(result.world, 'device')} of {config.cluster.name}"
+    first = [("filled in", Text(text.replace("(filled: ", "("), "cyan")) for text in filled]
     head = labelled([*first, ("searched", Text(_searched(result, config))), ("best", Text(_verdict(result)))])
     reasons = under_one_label("why", (f"plan 1 beats plan {number}: {waterfall.why(timed(shown[0]), timed(other))}"
                                       for number, other in enumerate(shown[1:], 2)))  # fmt: skip
