@@ -189,7 +189,7 @@ def with_winner(composed: Composed, world: int | None, quiet: bool = False) -> C
     gpus = visible_gpus()
     config, _ = chosen.calibrated(composed.config, composed.given, gpus)
     with elapsed.shown(_SEARCHING):
-        search = searches.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus, 1)
+        search = searches.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus)
     best = search.best[0]
     assert best.time is not None
     if not quiet:
