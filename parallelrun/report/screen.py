@@ -65,7 +65,7 @@ class _Beside:
 
 
 def print_command(command: str, console: Console) -> None:
-    """Print a command that can be copied: in no frame, and on a terminal broken between words only, after backslashes."""
+    """Print a command that can be copied: in no frame, on a terminal broken between words only, after backslashes."""
     lines = [""]
     for word in map(shlex.quote, shlex.split(command)):
         is_full = console.is_terminal and len(lines[-1]) + len(word) + len("  \\") > console.width

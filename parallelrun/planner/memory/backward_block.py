@@ -92,6 +92,6 @@ def _with_rounded(passes: tuple[LayerBackward, ...], rounded: int) -> tuple[Laye
     weights, in the compute dtype until then, is there in the stored one, too."""
     weights, changed = sum(layer.weights for layer in passes), []
     for layer in passes:
-        saved = layer.kept + rounded * layer.weights // weights
+        saved = layer.kept + (rounded * layer.weights // weights if weights else rounded // len(passes))  # LoRA: frozen
         changed.append(replace(layer, kept=saved, scratch=layer.scratch - min(layer.weights, saved)))
     return tuple(changed)

@@ -21,6 +21,6 @@ def with_precision(config: Config, gpus: int | None) -> tuple[Config, list[str]]
     peaks, is_fast = config.cluster.peak_tflops, device_of(config, gpus) == "cuda" and config.verb != "verify"
     if isinstance(peaks, Mapping):
         is_fast = is_fast and (peaks.get("bf16") or 0) > (peaks.get("fp32") or 0)
-    text = "precision=bf16 (filled: on GPUs; the weights that the optimizer updates stay fp32)"
+    text = "precision=bf16 (filled: on GPUs, fp32 master weights)"
     precision = replace(config.precision, name="bf16" if is_fast else "fp32")
     return replace(config, precision=precision), [text] if is_fast else []

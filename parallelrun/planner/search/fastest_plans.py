@@ -26,6 +26,7 @@ from parallelrun.planner.pieces import router_settings
 from parallelrun.planner.predict import cluster_cost, prediction
 from parallelrun.planner.predict.step_time.step import StepModel, StepTime, why_unknown
 from parallelrun.planner.resolve import rules
+from parallelrun.planner.resolve.default_precision import with_precision
 from parallelrun.planner.resolve.resolve_config import spec_of
 from parallelrun.planner.search.bounds import Bounds, most_bytes
 from parallelrun.planner.search.first_pass import CandidateRow, FirstPass
@@ -73,7 +74,7 @@ def search(
     model or a bad value.
     """
     with _uncollected():
-        space = Space(config, user_keys, world)
+        space = Space(with_precision(config, gpus)[0], user_keys, world)
         legal = Legal(space, _spec(space), device_of(config, gpus))
         searched = _Searched(legal, space.base.cluster, keep, most_counted, simplest)
         searched.find(against if keep > 1 else None)

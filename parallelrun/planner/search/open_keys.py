@@ -96,7 +96,7 @@ def check_rates(config: Config, world: int) -> None:
     """Raise ConfigError for `cluster` keys that no machine has, or those without which plans cannot be compared."""
     if problems := rules.out_of_bounds(config, "cluster."):
         raise ConfigError(*problems)
-    lacking = absent(config.cluster, config.precision.name, world)
+    lacking = absent(config.cluster, with_precision(config, None)[0].precision.name, world)
     if lacking:
         keys = ", ".join(f"cluster.{key}" for key in lacking)
         message = f"a search compares predicted times, and cluster={config.cluster.name} does not give {keys}"

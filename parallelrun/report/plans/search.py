@@ -41,6 +41,7 @@ def document(result: Search) -> dict[str, Any]:
         "global_batch": result.global_batch,
         "considered": result.considered,
         "fitting": result.fitting,
+        "fitting_at_least": result.fitting if result.is_counted else result.priced,
         "rank": result.rank[1] if result.rank else None,
         "best_rank": result.rank[0] if result.rank else None,
         "counted": result.is_counted,
