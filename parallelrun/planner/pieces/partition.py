@@ -98,7 +98,7 @@ def cut(spec: ModelSpec, config: Config, num_stages: int) -> tuple[list[tuple[st
         sizes = _manual(spec.blocks, list(section.split), num_stages)
     elif section.partition == "uniform":
         sizes = _uniform(spec.blocks, num_stages)
-    elif num_cuttable(spec) < num_stages:
+    elif len(spec.blocks) < num_stages:
         sizes = []  # reported as one violation by `resolve`
     else:
         sizes = partition([block.forward_flops for block in spec.blocks], num_stages)
@@ -109,7 +109,10 @@ def cut(spec: ModelSpec, config: Config, num_stages: int) -> tuple[list[tuple[st
 
 
 def num_cuttable(spec: ModelSpec) -> int:
-    """The largest number of stages: the model's layers, or its blocks if it has no layers."""
+    """The largest number of stages of which each has a layer; of the model's blocks if it has no layers.
+
+    There may be as many stages as blocks: the first then holds an embedding alone, the last a head (Llama 3, 3.3.2).
+    """
     return min(spec.num_layers or len(spec.blocks), len(spec.blocks))
 
 
