@@ -140,6 +140,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp sequence": GPT | {"tp": 2} | SEQUENCE,
     "1f1b": GPT | pipeline("1f1b"),
     "interleaved": GPT | pipeline("interleaved"),
+    "interleaved, an embedding and a head alone": GPT | pipeline("interleaved") | {"model.layers": 2},
     "cp llama": LLAMA | context("ring"),
     "cp, long": LONG | context("ring"),
     "cp, long, ulysses": LONG | context("ulysses"),
