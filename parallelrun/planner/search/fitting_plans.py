@@ -32,7 +32,7 @@ class Kept:
         return [plan for _, _, plan in self._ordered()]
 
     def add(self, shape: Hashable, seconds: float, plan: Found) -> None:
-        if self._is_simpler(shape, seconds):
+        if self._complexity and self._is_simpler(shape, seconds):
             self._simplest = self._complexity(shape)
         self._plans.append((shape, seconds, plan))
         self._shapes.setdefault(shape, []).append(seconds)

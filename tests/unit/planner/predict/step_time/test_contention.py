@@ -18,7 +18,7 @@ def test_tensor_parallelism_over_hosts_shares_its_ports_with_data_communication(
     for dp in (1, 4):
         sizes = {"dp": dp, "tp": tp, "global_batch": 8 * dp, "micro_batch": 2}
         found = composed(
-            "model=llama3_70b", "model.layers=4", "strategy=fsdp", "precision=bf16", "cluster=h100_dgx", "recompute=full",
+            "model=llama3_70b", "model.layers=4", "strategy=fsdp", "cluster=h100_dgx", "recompute=full",
             *(f"{key}={value}" for key, value in sizes.items()),
         )  # type: ignore[no-untyped-call]  # fmt: skip
         time = step_time(resolve(found.config, given=found.given), found.config.cluster)
