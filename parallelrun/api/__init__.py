@@ -85,7 +85,8 @@ def search(*overrides: str, keep: int = 10, config_dir: PathText | None = None, 
     request, _ = composed("plan", overrides, config_dir, trust)
     if fixed := [key for key in chosen.CHOSEN if key in request.given and not request.config.strategy.searches]:
         raise ConfigError(Problem(f"{fixed[0]} says what to plan, and a search chooses it", fixed[0]))
-    config, gpus = chosen.calibrated(request.config, request.given), visible_gpus()
+    gpus = visible_gpus()
+    config, _ = chosen.calibrated(request.config, request.given, gpus)
     if sizes.compares_sizes(config):
         result = sizes.compared(config, request.given, keep)[1].found
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+AUTO = "auto"  # bf16 on GPUs that are fastest in it, else fp32 (planner.resolve.default_precision)
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 

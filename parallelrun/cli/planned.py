@@ -38,6 +38,8 @@ def planned(
     except ConfigError as error:
         error.problems = tuple(_located(problem, composed.given) for problem in error.problems)
         raise
+    precision = replace(composed.config.precision, name=plan.precision.name)
+    composed = replace(composed, config=replace(composed.config, precision=precision))
     return _readable(composed, plan, world) if verb == "explain" else (composed, plan)
 
 

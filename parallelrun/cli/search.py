@@ -40,8 +40,9 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
     from parallelrun.planner.search import device_counts
     from parallelrun.report.plans import search as report
 
-    composed = replace(composed, config=chosen.calibrated(composed.config, composed.given))
-    config, gpus = composed.config, visible_gpus()
+    gpus = visible_gpus()
+    config, filled = chosen.calibrated(composed.config, composed.given, gpus)
+    composed = replace(composed, config=config)
     compared = None
     if device_counts.compares_sizes(config):
         with elapsed.shown(_SEARCHING):
@@ -70,8 +71,7 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
         from parallelrun.report.plans.training import goodput_text
 
         more.append(("goodput", goodput_text(useful, None)))
-    faster = chosen.faster_precision(config, composed.given)
-    report.show(search, context, console, more, [("warning", faster)] if faster else [])
+    report.show(search, context, console, more, filled)
     if config.explain:
         _explain(composed, search, console)
 
@@ -186,9 +186,10 @@ def explain_plan(plan: Plan, config: Config, facts: Facts, ranked: Ranked | None
 
 def with_winner(composed: Composed, world: int | None, quiet: bool = False) -> Composed:
     """`composed` with the fastest plan in the place of a strategy that searches. Raises ConfigError."""
-    config, gpus = chosen.calibrated(composed.config, composed.given), visible_gpus()
+    gpus = visible_gpus()
+    config, _ = chosen.calibrated(composed.config, composed.given, gpus)
     with elapsed.shown(_SEARCHING):
-        search = searches.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus, 1)
+        search = searches.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus)
     best = search.best[0]
     assert best.time is not None
     if not quiet:

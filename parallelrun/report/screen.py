@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import re
+import shlex
 import sys
 from collections.abc import Iterable
 from typing import IO, Any
@@ -64,8 +65,13 @@ class _Beside:
 
 
 def print_command(command: str, console: Console) -> None:
-    """Print a command on a line of its own, in no frame and never wrapped, so that it can be copied."""
-    console.print(Text(command, "bold"), soft_wrap=True)
+    """Print a command that can be copied: in no frame, on a terminal broken between words only, after backslashes."""
+    lines = [""]
+    for word in map(shlex.quote, shlex.split(command)):
+        is_full = console.is_terminal and len(lines[-1]) + len(word) + len("  \\") > console.width
+        lines += [" "] if is_full and lines[-1] else []
+        lines[-1] += f" {word}" if lines[-1] else word
+    console.print(Text(" \\\n".join(lines), "bold"), soft_wrap=True)
 
 
 class _Unpadded(io.TextIOBase):

@@ -118,11 +118,13 @@ class Interleaved(Schedule):
 
     @classmethod
     def choices(cls, pp: int, num_layers: int) -> list[int]:
-        """Return the numbers that give every stage equally many layers, or the default. More than MOST_CHOSEN hardly
-        shrink the bubble, and send more."""
-        per_rank = num_layers // pp if num_layers % pp == 0 else 1
-        even = [number for number in divisors(per_rank) if 1 < number <= MOST_CHOSEN]
-        return even or [number for number in [2] if 2 * pp <= num_layers]
+        """Return the numbers that give every stage equally many layers, else those that do if the first and the last
+        have one less (Llama 3), else the default. More than MOST_CHOSEN hardly shrink the bubble, and send more."""
+        for layers in (num_layers, num_layers + 2):
+            per_rank = layers // pp if layers % pp == 0 else 1
+            if even := [number for number in divisors(per_rank) if 1 < number <= MOST_CHOSEN]:
+                return even
+        return [number for number in [2] if 2 * pp <= num_layers]
 
     @classmethod
     def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int, rank: int = 0) -> int:

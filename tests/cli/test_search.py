@@ -39,7 +39,7 @@ def of_label(label: str, text: str) -> str:
 
 def test_the_best_plans_are_printed_with_the_command_that_runs_the_first(run):
     code, out, _ = run("plan", *SPACE)
-    assert code == 0 and out.startswith("search: gpt2_124m on 4 devices of a100_dgx:")
+    assert code == 0 and out.startswith("search: gpt2_124m on 4 devices of a100_dgx, 16.4 k tokens a step (")
     for label in ("searched", "best", "pp", "products", "step", "memory", "why  ", "run it"):
         assert any(line.strip().startswith(label) for line in out.splitlines()), label
     command = shlex.split(out.splitlines()[-1])  # on a line of its own
@@ -83,7 +83,8 @@ def test_a_plan_that_is_named_is_ranked_among_all(run):
     found = json.loads(run("plan", "--json", *NAMED)[1])
     search = found["search"]
     least = "" if search["counted"] else f"{search['best_rank']:,} to "
-    rank = f"{least}{search['rank']:,} of {search['fitting']:,} plans that {'' if search['counted'] else 'may '}fit, "
+    most = "" if search["counted"] else "at most "
+    rank = f"{least}{search['rank']:,} of {most}{search['fitting']:,} plans that fit, "
     behind = f"{found['time']['step_s'] / search['best'][0]['step_s']:.2f} times the fastest"
     assert code == 0 and 1 < search["best_rank"] <= search["rank"]
     assert of_label("rank", out) == rank + behind
@@ -188,7 +189,7 @@ def test_auto_uses_the_rates_that_were_measured_here(run, tmp_path):
     (folder / "mine.yaml").write_text(f"name: mine\ndescription: measured\n{rates}")
     words = ["model=gpt", "strategy=auto", "world=2", "micro_batch=4", "global_batch=16", "recompute=none"]
     code, out, _ = run("plan", *words)
-    assert code == 0 and out.startswith("search: gpt on 2 devices of mine:")
+    assert code == 0 and out.startswith("search: gpt on 2 devices of mine, 1.02 k tokens a step (16 samples of 64):")
     code, _, err = run("plan", *words, "cluster=laptop")
     assert code == 2 and "cluster=laptop does not give cluster.memory_gb_s" in err
     assert "cluster=mine after a calibration" in err and "try: parallelrun calibrate" in err

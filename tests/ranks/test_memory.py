@@ -132,6 +132,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp sequence": GPT | {"tp": 2} | SEQUENCE,
     "1f1b": GPT | pipeline("1f1b"),
     "interleaved": GPT | pipeline("interleaved"),
+    "interleaved, an embedding and a head alone": GPT | pipeline("interleaved") | {"model.layers": 2},
     "cp, long": LONG | context("ring"),
     "cp, long, ulysses": LONG | context("ulysses"),
     "zero bubble bf16": GPT | pipeline("zero_bubble") | BF16,

@@ -55,6 +55,34 @@ def test_a_schedule_equals_one_device_and_sends_what_is_planned(kind, pp, m, vir
     assert_equal(parity(sizes(kind, pp, m, virtual_stages)))
 
 
+UNEVEN = {  # stages of embedding, layers or head; `layers` that the stages do not divide, or none on the outer two
+    "interleaved, a layer less on the outer stages": {"pp": 2, "schedule": "interleaved", "virtual_stages": 4},
+    "interleaved, 4 ranks, sequence": {
+        "pp": 4, "schedule": "interleaved", "virtual_stages": 2, "tp": 2,
+        "strategy.tensor.sequence_parallel": True,
+    },
+    "interleaved, fsdp, recomputed": {
+        "pp": 2, "dp": 2, "schedule": "interleaved", "virtual_stages": 4, "strategy.data.kind": "fsdp",
+        "recompute": "full",
+    },
+    "1f1b, untied": {"pp": 8, "schedule": "1f1b", "model.tied_embeddings": False},
+    "zbv, zero1": {"pp": 4, "dp": 2, "schedule": "zbv", "strategy.data.kind": "zero1"},
+    "interleaved, 5 layers": {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "model.layers": 5},
+    "interleaved, 7 layers, 3 stages a rank": {
+        "pp": 2, "schedule": "interleaved", "virtual_stages": 3, "model.layers": 7, "dp": 2,
+        "strategy.data.kind": "zero1",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_stages_of_unequal_numbers_of_layers_equal_one_device(name):
+    overrides = {**SETTING, "model.layers": 6, "global_batch": 16, "microbatches": 8, **UNEVEN[name]}
+    sizes_of_stages = [len(stage.blocks) for stage in tiny_plan(overrides).stages]
+    assert set(sizes_of_stages) == {1} or len(set(sizes_of_stages)) > 1
+    assert_equal(parity(overrides))
+
+
 @pytest.mark.parametrize(
     ("kind", "recompute"),
     [("gpipe", "full"), ("1f1b", "selective"), ("interleaved", "full"), ("zero_bubble", "none"), ("zbv", "full")],

@@ -23,7 +23,7 @@ from parallelrun.cli.tool_settings import keys_of, read_settings
 from parallelrun.config.compose import Composed
 from parallelrun.config.keys import GROUPS, Key, known_keys
 from parallelrun.config.schema.model_schema import DatasetConfig
-from parallelrun.config.schema.run_schema import Config, PrecisionConfig
+from parallelrun.config.schema.run_schema import Config
 from parallelrun.launch.host.directory import name_of
 from parallelrun.launch.job_files.job_file import JobFile
 from parallelrun.launch.job_files.kubernetes import KubernetesJob
@@ -32,7 +32,7 @@ from parallelrun.launch.job_files.slurm import SlurmJob
 from parallelrun.planner.contract.degrees import LARGEST
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.resolve.resolve_config import resolve
-from parallelrun.planner.search.open_keys import faster_precision, is_open
+from parallelrun.planner.search.open_keys import is_open
 
 SUBMIT = "--submit"
 _ANSWER_S = 30.0  # how long Slurm may take to accept a job
@@ -108,22 +108,16 @@ def text(verb: str, job: JobFile, words: Sequence[str], typed: Sequence[str], py
         command.append("device=cuda")
     ranks = f"{counted(job.num_ranks, 'rank')} on {counted(job.nodes, 'node')}"
     degrees = " ".join(f"{axis}={degree}" for axis, degree in plan.degrees.items() if degree > 1)
-    head = [f"{plan.spec.name}, {plan.preset}: {degrees or 'one device'}, {ranks}"]
-    for warning in _warnings(job, composed) if line.verb == "run" else ():
+    head = [f"{plan.spec.name}, {plan.preset}: {degrees or 'one device'}, {plan.precision.name}, {ranks}"]
+    for warning in _warnings(composed) if line.verb == "run" else ():
         head.append(f"warning: {warning}")
         print(head[-1], file=sys.stderr)
     return job.text(command, python, "\n# ".join(head), shlex.join(["parallelrun", verb, *typed]))
 
 
-def _warnings(job: JobFile, composed: Composed) -> list[str]:
+def _warnings(composed: Composed) -> list[str]:
     """What a user who waits in a queue would not want to have left at its default."""
     config, user_keys, lines = composed.config, composed.given, []
-    is_default = config.precision.name == PrecisionConfig().name and not user_keys & {"precision", "precision.name"}
-    if job.gpus_per_node and config.device != "cpu" and is_default:
-        faster = faster_precision(config, user_keys)
-        if not faster and not config.cluster.peak_tflops:
-            faster = f"{config.precision.name}, the default; GPUs compute several times as fast in bf16: precision=bf16"
-        lines += [faster] if faster else []
     if "steps" not in user_keys and config.steps == Config().steps:
         lines.append(f"steps={config.steps}, the default, is a trial: steps=10000")
     if config.dataset.name == DatasetConfig().name and not any(key.startswith("dataset") for key in user_keys):

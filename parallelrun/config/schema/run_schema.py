@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from parallelrun.base.precision import TABLE
+from parallelrun.base.precision import AUTO, TABLE
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.field import COUNT, SAMPLES, key
 from parallelrun.config.schema.model_schema import DatasetConfig, ModelConfig
@@ -123,9 +123,9 @@ class OptimizerConfig:
 
 @dataclass
 class PrecisionConfig:
-    """fp32 | bf16 | fp16 | fp64, as defined in `parallelrun.base.precision`."""
+    """fp32 | bf16 | fp16 | fp64, as defined in `parallelrun.base.precision`; auto on the command line's default."""
 
-    name: str = key("fp32", choices=tuple(TABLE))
+    name: str = key("fp32", choices=(*TABLE, AUTO))
     description: str = ""
     loss_scale: float = key(65536.0, "fp16: initial loss scale", above=0)
     scale_window: int = key(1000, "fp16: steps without overflow before the scale doubles", least=1)

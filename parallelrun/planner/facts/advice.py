@@ -22,7 +22,7 @@ from parallelrun.planner.predict import cluster_cost, prediction, simulate
 from parallelrun.planner.predict.simulate import Simulation
 from parallelrun.planner.resolve.draft import REFERENCE_SCHEDULE
 from parallelrun.planner.resolve.resolve_config import solve
-from parallelrun.planner.resolve.suggest import with_value
+from parallelrun.planner.resolve.suggest import with_adapters, with_value
 
 Change = dict[str, Any]  # key -> the value to type
 MOST_CHANGES = 8  # applied one after the other
@@ -98,6 +98,7 @@ def _smaller(plan: Plan, config: Config) -> list[Change]:
     in_samples = config.microbatches is None
     wanted: list[tuple[bool, Change]] = [
         (plan.recompute != "full", {"recompute": "full"}),
+        *((True, {key: value}) for key, value in with_adapters(config).items()),
         (batch.micro_batch > 1, {"micro_batch": 1} if in_samples else {"microbatches": batch.replica_batch}),
         (not plan.tensor.sequence_parallel and size("tp") > 1, {"strategy.tensor.sequence_parallel": "true"}),
         *(
@@ -118,7 +119,8 @@ def _planned(plan: Plan, config: Config, change: Change) -> Plan | None:
     changed: Config | None = completed(config)
     for key, value in {**degrees, "world": None, "device": plan.device, **change}.items():
         changed = with_value(changed, key, True if value == "true" else value) if changed else None
-    spec = None if plan.spec.packed else plan.spec  # of packed documents, stages are cut before these are known
+    is_other = plan.spec.packed or any(key.startswith("model.") for key in change)
+    spec = None if is_other else plan.spec  # of packed documents, stages are cut before these are known
     solved = solve(changed, frozenset(), None, None, True, spec) if changed else None
     return solved if isinstance(solved, Plan) else None
 

@@ -67,9 +67,11 @@ def figures(plan: Plan, cluster: ClusterConfig, results: Facts) -> dict[str, Any
     bound = results.cost.step_s[0] if results.cost.step_s else None
     step_time = results.time.step_s if results.time else bound
     batch = plan.batch.global_batch
-    days = {}
+    of_training = {}
     if results.training and step_time:
-        days = {"training_days": results.training.steps * step_time / cluster_cost.DAY}
+        of_training["training_days"] = results.training.steps * step_time / cluster_cost.DAY
+        if results.training.price_per_day:
+            of_training["training_price"] = of_training["training_days"] * results.training.price_per_day
     each: float = results.packing.tokens if results.packing else plan.spec.seq if plan.spec.kind == "tokens" else 0
     return {
         "global_batch": batch,
@@ -82,5 +84,5 @@ def figures(plan: Plan, cluster: ClusterConfig, results: Facts) -> dict[str, Any
         "step_time_is_bound": step_time is not None and results.time is None,
         "tokens_per_s": batch * each / step_time if each and step_time else None,
         "samples_per_s": batch / step_time if step_time else None,
-        **days,
+        **of_training,
     }

@@ -97,6 +97,6 @@ def _with_rounded(passes: tuple[LayerBackward, ...], rounded: int) -> tuple[Laye
     if not weights:  # of a block that was measured as one, or is frozen
         return (replace(passes[0], kept=passes[0].kept + rounded), *passes[1:])
     for layer in passes:
-        saved = layer.kept + rounded * layer.weights // weights
+        saved = layer.kept + (rounded * layer.weights // weights if weights else rounded // len(passes))  # LoRA: frozen
         changed.append(replace(layer, kept=saved, scratch=layer.scratch - min(layer.weights, saved)))
     return tuple(changed)

@@ -99,7 +99,7 @@ def cut(spec: ModelSpec, config: Config, num_stages: int) -> tuple[list[tuple[st
         sizes = _manual(spec.blocks, list(section.split), num_stages)
     elif section.partition == "uniform":
         sizes = _uniform(spec.blocks, num_stages)
-    elif num_cuttable(spec) < num_stages:
+    elif most_stages(spec) < num_stages:
         sizes = []  # reported as one violation by `resolve`
     else:
         sizes = _by_cost(spec.blocks, num_stages)
@@ -110,9 +110,13 @@ def cut(spec: ModelSpec, config: Config, num_stages: int) -> tuple[list[tuple[st
 
 
 def num_cuttable(spec: ModelSpec) -> int:
-    """The largest number of stages: the model's layers, or its blocks if it has no layers."""
-    most = len(_runs(spec.blocks))
-    return min(spec.num_layers or most, most)
+    """The largest number of stages of which each has a layer; of the model's blocks if it has no layers."""
+    return min(spec.num_layers or most_stages(spec), most_stages(spec))
+
+
+def most_stages(spec: ModelSpec) -> int:
+    """The largest number of stages. The first may hold an embedding alone, and the last a head (Llama 3, 3.3.2)."""
+    return len(_runs(spec.blocks))
 
 
 def _runs(blocks: Sequence[BlockSpec]) -> list[list[BlockSpec]]:

@@ -84,12 +84,14 @@ class TrainingTime:
     """Days of training on `tokens` tokens, if the cluster gives rates (else None).
 
     at_peak: (without overlap of communication, with full overlap). sustained: at SUSTAINED of the peak rate.
+    price_per_day: of all devices, if the cluster gives that of one.
     """
 
     tokens: float
     steps: int
     at_peak: tuple[float, float] | None
     sustained: float | None
+    price_per_day: float | None
 
 
 def training_time(plan: Plan, cluster: ClusterConfig, cost: Cost, tokens: float) -> TrainingTime:
@@ -98,7 +100,8 @@ def training_time(plan: Plan, cluster: ClusterConfig, cost: Cost, tokens: float)
     peak = peak_flops(cluster, plan.precision.name)
     sustained = steps * cost.hardware_flops / (plan.num_workers * peak * SUSTAINED) / DAY if peak else None
     at_peak = (steps * cost.step_s[0] / DAY, steps * cost.step_s[1] / DAY) if cost.step_s else None
-    return TrainingTime(tokens, steps, at_peak, sustained)
+    price = 24 * plan.world * cluster.price_per_gpu_hour if cluster.price_per_gpu_hour else None
+    return TrainingTime(tokens, steps, at_peak, sustained, price)
 
 
 def _communication_s(plan: Plan, cluster: ClusterConfig, rows: tuple[TrafficRow, ...]) -> float | None:

@@ -199,9 +199,9 @@ class PlanDraft:
 
 
 def check_depth(request: Request) -> list[Problem]:
-    """Check that every stage has a layer."""
+    """Check that every stage has a block of the model."""
     most, num_stages = partition.num_cuttable(request.spec), request.pp * request.virtual_stages
-    if num_stages <= most:
+    if num_stages <= partition.most_stages(request.spec):
         return []
     shown = f"pp {request.pp}" + (f" x virtual_stages {request.virtual_stages}" if request.virtual_stages > 1 else "")
     message = f"{shown} = {num_stages} stages, and the model has {most} layer{'s' * (most > 1)} to cut between"

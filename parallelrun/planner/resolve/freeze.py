@@ -90,6 +90,7 @@ def filled(config: Config, plan: Plan) -> Config:
         micro_batch=plan.batch.micro_batch,
         microbatches=None,
         device=plan.device,
+        precision=replace(folded.precision, name=plan.precision.name),
         checkpoint=replace(folded.checkpoint, last=folded.checkpoint.last is not False),
     )
 

@@ -18,6 +18,7 @@ from parallelrun.planner.pieces import router_settings as routing
 from parallelrun.planner.pieces.cluster_spec import ClusterSpec
 from parallelrun.planner.pieces.packing import packed_spec
 from parallelrun.planner.resolve import filling, rules, shorthands
+from parallelrun.planner.resolve.default_precision import with_precision
 from parallelrun.planner.resolve.draft import PlanDraft
 from parallelrun.planner.resolve.suggest import keep_helpful
 
@@ -60,6 +61,7 @@ def solve(
 ) -> Plan | list[Problem]:
     """Return the plan, or every violation. config: with the keys of all strategies. spec: of its model on its dataset,
     if another plan has it: that of a large model takes longer than the rest."""
+    config, of_precision = with_precision(config, gpus)
     if rules.too_large(config):
         return value_violations(config, given)
     notes = routing.own_router_notes(config)
@@ -78,6 +80,7 @@ def solve(
         return _num_trial_problems(config, spec, trial) if spec is not None and known_strategies else 0
 
     degrees = filling.fill(config, world, gpus, problems, servers, cluster, experts, num_problems)
+    degrees.filled += of_precision
     problems += of_spec + routing.check_model(config, experts) + rules.check_tokens(config, spec)
     if spec is not None:
         degrees.shorten(partition.num_cuttable(spec), config)

@@ -9,7 +9,9 @@ from operator import attrgetter
 from typing import Any
 
 from parallelrun.base.errors import Problem
+from parallelrun.base.registry import has
 from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.model import definitions
 
 MOST_TRIALS, MOST_SEARCHED = 12, 40  # keeps the time for a refusal well below a second
 _PAIR = re.compile(r"([a-z_][a-z_.]*)=([\w.+-]+)")
@@ -90,6 +92,12 @@ def with_value(config: Any, key: str, value: object) -> Any:
     if is_dataclass(getattr(config, name)) != bool(inner) or (inner and value is None):
         return None
     return replace(config, **{name: value})  # type: ignore[type-var]
+
+
+def with_adapters(config: Config) -> dict[str, object]:
+    """The key by which only adapters are trained; none if the model takes none, or has them."""
+    takes = has("models", config.model.name) and "lora" in (definitions.model(config).own_keys or ())
+    return {"model.lora.rank": 8} if takes and config.model.lora.rank is None else {}
 
 
 def parsed(text: str) -> object:

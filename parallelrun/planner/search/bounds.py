@@ -16,11 +16,12 @@ from parallelrun.planner.contract.classes import data_strategy
 from parallelrun.planner.contract.data_strategy import DataStrategy
 from parallelrun.planner.contract.mesh_shape import MeshShape
 from parallelrun.planner.contract.parameters import block_layouts
-from parallelrun.planner.contract.plan import BatchSizes, Plan, Stage, once
+from parallelrun.planner.contract.plan import BatchSizes, Memory, Plan, Stage, once
+from parallelrun.planner.memory import device_memory
 from parallelrun.planner.memory.backward_block import backward_block, with_rounded_gradients
 from parallelrun.planner.model.model_spec import BlockSpec
 from parallelrun.planner.pieces import context_axes, expert_axes
-from parallelrun.planner.predict import prediction
+from parallelrun.planner.predict import cluster_cost, prediction
 from parallelrun.planner.predict.step_time.step import StepModel, why_unknown
 from parallelrun.planner.search.legal import OF_STAGES, Legal, LegalGroup, tensor_of
 
@@ -166,3 +167,15 @@ def _block_bytes(block: BlockSpec, plan: Plan) -> int:
                 cached[key] = sum(prediction.parameter_bytes(spec, layout, plan, {}))
             total += cached[key]
     return total
+
+
+def most_bytes(cluster: ClusterConfig) -> float:
+    """The most bytes of tensors with which a rank fits its device for certain, whatever its communicators need."""
+    if not cluster.memory_gb:
+        return float("inf")
+    low, high = 0, round(2 * cluster.memory_gb * device_memory.GIGA)
+    while low < high:
+        middle = (low + high + 1) // 2
+        memory = device_memory.beside(Memory(middle, 0, 0, 0), 0 if cluster.context_gb else 1, cluster)
+        low, high = (middle, high) if cluster_cost.fits(memory, cluster) == "yes" else (low, middle - 1)
+    return low

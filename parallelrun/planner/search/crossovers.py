@@ -1,6 +1,7 @@
 """Crossovers: at which link rates, batch and tokens per microbatch another plan becomes the fastest.
 
-A search at other values finds the winner there, and bisection finds the value from which it wins.
+A search at other values finds the winner there, bisection finds the value from which it wins, and a search at that
+value finds whether no other plan wins sooner.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ KEYS = (SEQ, *LINKS, BATCH)
 FARTHEST, DOUBLINGS = 3, 2  # factors of two, of a rate and of a size, within which another plan is looked for
 BUDGET_S = 10.0  # a space of 100,000 plans takes seconds to search
 NEVER = float("inf")
+MARGIN = 0.01  # part by which a plan must be faster to win
 RATE_STEPS, LENGTH_STEPS = 4096, 64  # values between the present one and the farthest, among which bisection looks
 SHAPE = ("pp", "dp", "cp", "tp", "ep", "layout", "strategy.data.kind")  # a plan that differs in one of these is another
 
@@ -80,17 +82,32 @@ def _first_crossover(
     config: Config, user_keys: frozenset[str], result: Search, key: str, factor: float
 ) -> Crossover | None:
     """The crossover towards `factor` times the present value of a key."""
-    best = result.best[0]
+    first = _Contender(user_keys, result.best[0])
     for at, last in _paths(config, key, factor):
-        fastest = search(at(last), user_keys, result.world, 1).best
-        if not fastest or _shape(fastest[0]) == _shape(best):
-            continue
-        first, second = (_Contender(user_keys, choice) for choice in (best, fastest[0]))
+        step, winner = last, _winner(first, user_keys, at(last), result.world, last == 1)
+        while winner and last > 1:
+            turn = _first_win(first, winner, at, step)
+            closer = _winner(first, user_keys, at(turn), result.world) if turn < step else winner
+            is_same, winner, step = closer is not None and closer.shape == winner.shape, closer, turn
+            if is_same:
+                break
         # The search tries cp on long sequences only, so its winner there may be faster at the present length, too.
-        if last == 1 or (second.beats(first, at(last)) and not second.beats(first, at(0))):
-            value = _value(at(_first_win(first, second, at, last)), key)
-            return Crossover(key, _value(config, key), value, fastest[0], config.model.hidden)
+        if winner and not winner.beats(first, at(0)):
+            return Crossover(key, _value(config, key), _value(at(step), key), winner.choice, config.model.hidden)
     return None
+
+
+def _winner(
+    first: _Contender, user_keys: frozenset[str], config: Config, world: int, legal_or_not: bool = False
+) -> _Contender | None:
+    """The fastest plan of another configuration, if it has another shape than `first` and wins. legal_or_not: it wins,
+    too, where `first` is not legal."""
+    fastest = search(config, user_keys, world, 1).best
+    other = _Contender(user_keys, fastest[0]) if fastest else None
+    if other is None or other.shape == first.shape:
+        return None
+    wins = other.beats(first, config)
+    return other if wins or (wins is None and legal_or_not) else None
 
 
 def _paths(config: Config, key: str, factor: float) -> Iterator[tuple[ConfigAt, int]]:
@@ -120,7 +137,8 @@ class _Contender:
     """A plan of a search at other values."""
 
     def __init__(self, user_keys: frozenset[str], choice: Found):
-        self._user_keys, self._choice = user_keys, choice
+        self._user_keys, self.choice = user_keys, choice
+        self.shape = [text for text in choice.overrides if text.partition("=")[0] in SHAPE]
         # Of what is varied, only the sizes of model and batch change the plan: the links of the cluster do not.
         self._plans: dict[tuple[int, int | None], tuple[Plan | None, bool]] = {}
 
@@ -129,7 +147,7 @@ class _Contender:
         predicted."""
         key = config.model.seq, config.global_batch
         if key not in self._plans:
-            plan, cluster = _planned(self._user_keys, self._choice, config), config.cluster
+            plan, cluster = _planned(self._user_keys, self.choice, config), config.cluster
             has_room = plan is None or not cluster.memory_gb
             if plan and not has_room:
                 has_room = cluster_cost.fits(prediction.heaviest(plan, cluster), cluster) == "yes"
@@ -141,9 +159,9 @@ class _Contender:
         return time.step_s if has_room else NEVER
 
     def beats(self, other: _Contender, config: Config) -> bool | None:
-        """Return whether this plan is faster; None where one of the plans has no time."""
+        """Return whether this plan is faster by MARGIN; None where one of the plans has no time."""
         own, others = self.seconds(config), other.seconds(config)
-        return None if own is None or others is None else own < others
+        return None if own is None or others is None else own * (1 + MARGIN) <= others
 
 
 def _first_win(first: _Contender, second: _Contender, at: ConfigAt, last: int) -> int:
@@ -159,10 +177,6 @@ def _first_win(first: _Contender, second: _Contender, at: ConfigAt, last: int) -
             break
         lost, last = (lost, middle) if wins else (middle, last)
     return last
-
-
-def _shape(plan: Found) -> list[str]:
-    return [text for text in plan.overrides if text.partition("=")[0] in SHAPE]
 
 
 def _planned(user_keys: frozenset[str], choice: Found, config: Config) -> Plan | None:

@@ -87,7 +87,8 @@ def compared(config: Config, user_keys: frozenset[str], keep: int) -> tuple[list
         return tried[devices]
 
     def searched(devices: int, keep: int, most_counted: int) -> Size | None:
-        result = search(replace(base, world=devices), held, devices, keep, most_counted=most_counted)
+        sized = replace(base, world=devices)
+        result = search(sized, held, devices, keep, most_counted=most_counted, simplest=keep > 1)
         training = training_of(config, result)
         return Size(devices, result, training) if training else None
 

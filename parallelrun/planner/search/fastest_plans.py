@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parallelrun.base.errors import ConfigError
 from parallelrun.config.schema.cluster_schema import ClusterConfig
@@ -20,15 +20,15 @@ from parallelrun.config.schema.run_schema import Config, DataStrategyConfig
 from parallelrun.config.schema.strategy_keys import narrowed
 from parallelrun.planner.contract.classes import data_strategy
 from parallelrun.planner.contract.degrees import device_of
-from parallelrun.planner.contract.plan import Memory, Plan
-from parallelrun.planner.memory import device_memory
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.model_spec import ModelSpec
 from parallelrun.planner.pieces import router_settings
 from parallelrun.planner.predict import cluster_cost, prediction
 from parallelrun.planner.predict.step_time.step import StepModel, StepTime, why_unknown
 from parallelrun.planner.resolve import rules
+from parallelrun.planner.resolve.default_precision import with_precision
 from parallelrun.planner.resolve.resolve_config import spec_of
-from parallelrun.planner.search.bounds import Bounds
+from parallelrun.planner.search.bounds import Bounds, most_bytes
 from parallelrun.planner.search.first_pass import CandidateRow, FirstPass
 from parallelrun.planner.search.fitting_plans import NEVER, Kept
 from parallelrun.planner.search.legal import Legal
@@ -38,6 +38,7 @@ from parallelrun.planner.search.space import Space
 MOST_COUNTED = 400  # plans whose memory and time are computed in full, to count them
 MOST_NEAR = 40  # plans that do not fit whose time is computed, the lightest first
 MOST_RANKED = 100  # faster plans that are priced beyond those to show, to count them, where a plan is to be ranked
+LONG_SEQ = 2**14  # tokens of a sequence from which context parallelism is as plain as another axis
 MOST_SIFTED = 2000  # candidates up to which that includes those whose bounds say at once that they do not fit
 
 
@@ -62,22 +63,22 @@ def search(
     against: float | None = None,
     gpus: int | None = None,
     most_counted: int = MOST_COUNTED,
+    simplest: bool = False,
 ) -> Search:
     """Return the fastest plans on `world` ranks that fit (see `Kept`), and what became of all others.
 
     config: composed, with the strategy that the user has chosen or the default one. user_keys: the dotted keys that the
     user has set: they hold for all plans. against: seconds of a step of a plan to rank. gpus: GPUs of this host, as
-    `resolve` takes it. most_counted: up to so many plans are all priced, to count them. Raises ConfigError where no
-    plan can be listed: an unknown model or a bad value.
+    `resolve` takes it. most_counted: up to so many plans are all priced, to count them. simplest: of the plans that tie
+    with the fastest, that with the fewest axes is first. Raises ConfigError where no plan can be listed: an unknown
+    model or a bad value.
     """
     with _uncollected():
-        return _search(Space(config, user_keys, world), keep, against, device_of(config, gpus), most_counted)
-
-
-def _search(space: Space, keep: int, against: float | None, device: str, most_counted: int) -> Search:
-    searched = _Searched(Legal(space, _spec(space), device), space.base.cluster, keep, most_counted)
-    searched.find(against if keep > 1 else None)
-    return searched.result(against)
+        space = Space(with_precision(config, gpus)[0], user_keys, world)
+        legal = Legal(space, _spec(space), device_of(config, gpus))
+        searched = _Searched(legal, space.base.cluster, keep, most_counted, simplest)
+        searched.find(against if keep > 1 else None)
+        return searched.result(against)
 
 
 @contextmanager
@@ -106,13 +107,15 @@ def _spec(space: Space) -> ModelSpec:
 class _Searched:
     """A search under way."""
 
-    def __init__(self, legal: Legal, cluster: ClusterConfig, keep: int, most_counted: int = MOST_COUNTED):
+    def __init__(
+        self, legal: Legal, cluster: ClusterConfig, keep: int, most_counted: int = MOST_COUNTED, simplest: bool = False
+    ):
         self.legal, self.cluster = legal, cluster
         self.times = StepModel(cluster)
-        self.limit = _most_bytes(cluster)
+        self.limit = most_bytes(cluster)
         self.first_pass = FirstPass(legal, Bounds(legal, cluster, self.times), self.limit)
         self.heavy: list[tuple[int, CandidateRow, DataStrategyConfig]] = []  # bytes at least: they do not fit
-        self._keep, self.fitting = keep, Kept(keep)
+        self._keep, self.fitting = keep, Kept(keep, self._complexity if simplest else None)
         self.unfit: list[Found] = []
         self.unpriced: list[Found] = []
         self.num_unpriced: Counter[str] = Counter()
@@ -130,6 +133,11 @@ class _Searched:
                 self.fitting.add(leaf[0].shape, time.step_s, priced)
             else:
                 self.unfit.append(priced)
+
+    def _complexity(self, shape: tuple[Any, ...]) -> tuple[bool, int]:
+        """Whether sequences are split that need not be, then the number of axes."""
+        *degrees, _ = shape
+        return shape[2] > 1 and self.legal.spec.seq < LONG_SEQ, sum(degree > 1 for degree in degrees)
 
     def _leaves_all(self) -> bool:
         """Whether no plan can be priced, for a reason that does not depend on the plan."""
@@ -269,7 +277,7 @@ class _Searched:
         return Search(
             space.world, space.global_batch, considered, fitting, best, nearest,
             tuple(self.unpriced), dict(self.num_unpriced), tuple(sorted(removed, key=lambda rule: -rule.candidates)),
-            self._rank(ordered, against), self.is_counted,
+            self._rank(ordered, against), self.is_counted, len(ordered),
         )  # fmt: skip
 
     def _rank(self, ordered: Sequence[Found], against: float | None) -> tuple[int, int] | None:
@@ -283,15 +291,3 @@ class _Searched:
         return num_faster, max(
             num_faster, min(1 + may_be_faster, self.first_pass.may_fit)
         )  # one of those that fit, if it does
-
-
-def _most_bytes(cluster: ClusterConfig) -> float:
-    """The most bytes of tensors with which a rank fits its device for certain, whatever its communicators need."""
-    if not cluster.memory_gb:
-        return NEVER
-    low, high = 0, round(2 * cluster.memory_gb * device_memory.GIGA)
-    while low < high:
-        middle = (low + high + 1) // 2
-        memory = device_memory.beside(Memory(middle, 0, 0, 0), 0 if cluster.context_gb else 1, cluster)
-        low, high = (middle, high) if cluster_cost.fits(memory, cluster) == "yes" else (low, middle - 1)
-    return low

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import Any
 
-from parallelrun.planner.search.result import Found
+from parallelrun.planner.search.result import TIE, Found
 
 NEVER = float("inf")
 ROUNDING = 1e-9  # by which a lower bound can be above the time that it bounds
@@ -16,12 +17,14 @@ class Kept:
     """The `number` fastest plans, the fastest plan of each of the `number` fastest shapes, and variants of the fastest.
 
     A shape is whatever plans are told apart by, such as their degrees. `add` takes the plans by ascending time.
+    complexity: of a shape. If given, the simplest plan that ties with the fastest is kept too, before all others.
     """
 
-    def __init__(self, number: int):
-        self._number = number
+    def __init__(self, number: int, complexity: Callable[[Any], Any] | None = None):
+        self._number, self._complexity = number, complexity
         self._plans: list[tuple[Hashable, float, Found]] = []
         self._shapes: dict[Hashable, list[float]] = {}  # seconds of the plans of each
+        self._simplest: Any = None  # the least complexity of the plans that tie
 
     @property
     def all(self) -> list[Found]:
@@ -29,12 +32,22 @@ class Kept:
         return [plan for _, _, plan in self._ordered()]
 
     def add(self, shape: Hashable, seconds: float, plan: Found) -> None:
+        if self._complexity and self._is_simpler(shape, seconds):
+            self._simplest = self._complexity(shape)
         self._plans.append((shape, seconds, plan))
         self._shapes.setdefault(shape, []).append(seconds)
+
+    def _is_simpler(self, shape: Hashable, seconds: float) -> bool:
+        """Whether a plan of that shape ties with the fastest, and is simpler than all that do so far."""
+        if self._complexity is None or (self._plans and seconds > (1 + TIE) * self._plans[0][1]):
+            return False
+        return not self._plans or self._complexity(shape) < self._simplest
 
     def wants(self, shape: Hashable, least_s: float) -> bool:
         """Whether a plan of that shape which takes so long or longer can be kept."""
         if len(self._plans) < self._number or least_s <= (1 + ROUNDING) * self._plans[self._number - 1][1]:
+            return True
+        if self._is_simpler(shape, least_s):
             return True
         if self._number == 1:
             return False
@@ -49,7 +62,9 @@ class Kept:
 
     def ends(self, least_s: float) -> bool:
         """Whether no plan that takes so long or longer can be kept."""
-        return len(self._plans) >= self._number and least_s > self._end()
+        if len(self._plans) < self._number or (self._complexity and least_s <= (1 + TIE) * self._plans[0][1]):
+            return False
+        return least_s > self._end()
 
     def _end(self) -> float:
         first, last = self._plans[0][1], (1 + ROUNDING) * self._plans[self._number - 1][1]
@@ -65,7 +80,7 @@ class Kept:
         return sorted(own[0] for own in self._shapes.values())[self._number - 1]
 
     def chosen(self) -> list[Found]:
-        """The plans that are kept, the fastest first."""
+        """The plans that are kept, the fastest first, but before all the simplest that ties with it."""
         ordered = self._ordered()
         plans: list[Found] = []
         shapes: set[Hashable] = set()
@@ -77,6 +92,9 @@ class Kept:
                 plans.append(plan)
                 close += is_close
             shapes.add(shape)
+        if self._complexity and ordered:
+            first = next(plan for shape, _, plan in ordered if self._complexity(shape) == self._simplest)
+            plans = [first, *(plan for plan in plans if plan is not first)]
         return plans
 
     def _ordered(self) -> list[tuple[Hashable, float, Found]]:

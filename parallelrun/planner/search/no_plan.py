@@ -11,7 +11,7 @@ from dataclasses import replace
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.base.wording import counted, gib
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.planner.resolve.suggest import with_value
+from parallelrun.planner.resolve.suggest import with_adapters, with_value
 from parallelrun.planner.search.fastest_plans import search
 from parallelrun.planner.search.result import Search
 from parallelrun.planner.search.space import OPEN_KEYS
@@ -53,11 +53,14 @@ def error(config: Config, user_keys: frozenset[str], result: Search, gpus: int |
 def _changes(
     config: Config, user_keys: frozenset[str], result: Search, finds: Callable[[Config, frozenset[str], int], bool]
 ) -> Iterator[str]:
-    """Changes after which a search finds a plan: a key left out, a smaller batch, more devices."""
+    """Changes after which a search finds a plan: a key left out, adapters, a smaller batch, more devices."""
     for key in HELD:
         free = with_value(config, key, "none" if key == "recompute" else None)
         if key in user_keys and finds(free, user_keys - {key}, result.world):
             yield f"leave {key} out"
+    for key, value in with_adapters(config).items():
+        if finds(with_value(config, key, value), user_keys | {key}, result.world):
+            yield f"{key}={value}"
     for size in _batches(result.global_batch, result.world):
         if finds(replace(config, global_batch=size, local_batch=None), user_keys | {"global_batch"}, result.world):
             yield f"global_batch={size}"

@@ -13,9 +13,9 @@ from parallelrun.config import presets
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import Config, StrategyConfig
 from parallelrun.config.schema.strategy_keys import completed
-from parallelrun.planner.predict.cluster_cost import peak_flops
 from parallelrun.planner.predict.step_time.rates import absent, missing
 from parallelrun.planner.resolve import rules
+from parallelrun.planner.resolve.default_precision import with_precision
 from parallelrun.planner.resolve.suggest import parsed, with_value
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 PLAN = "plan"  # the verb
 CHOSEN = ("strategy", "dp", "cp", "tp", "pp", "ep")  # a `plan` that gives one of them plans that, and searches nothing
 SIZES = ("gpus", "objective", "days")  # these are asked of a search
-FAST = "bf16"
 
 
 def is_open(config: Config, user_keys: frozenset[str]) -> bool:
@@ -41,7 +40,10 @@ def is_open(config: Config, user_keys: frozenset[str]) -> bool:
     if chosen := [key for key in CHOSEN if key in user_keys]:
         _refuse_unread(user_keys, chosen[0])
         return False
-    return bool(user_keys & {*SIZES}) or ("cluster" in user_keys and not missing(config.cluster, config.precision.name))
+    if user_keys & {*SIZES}:
+        return True
+    precision = with_precision(config, None)[0].precision
+    return "cluster" in user_keys and not missing(config.cluster, precision.name)
 
 
 def _refuse_unread(user_keys: frozenset[str], chosen: str) -> None:
@@ -70,16 +72,14 @@ def num_devices(config: Config, world: int | None, gpus: int | None) -> int:
     return count
 
 
-def calibrated(config: Config, user_keys: frozenset[str]) -> Config:
-    """`config` with the rates of this machine, if they have been measured and no cluster was chosen."""
+def calibrated(config: Config, user_keys: frozenset[str], gpus: int | None) -> tuple[Config, list[str]]:
+    """(`config` with the rates of this machine, if they have been measured and no cluster was chosen, and with the
+    default precision; the sentence on that). gpus: of this host."""
     names_cluster = any(key.partition(".")[0] == "cluster" for key in user_keys)
-    if (
-        names_cluster
-        or not missing(config.cluster, config.precision.name)
-        or not presets.own_file("cluster", presets.MINE)
-    ):
-        return config
-    return replace(config, cluster=replace(ClusterConfig(), **presets.values("cluster", presets.MINE)))
+    has_rates = not missing(config.cluster, with_precision(config, gpus)[0].precision.name)
+    if not names_cluster and not has_rates and presets.own_file("cluster", presets.MINE):
+        config = replace(config, cluster=replace(ClusterConfig(), **presets.values("cluster", presets.MINE)))
+    return with_precision(config, gpus)
 
 
 def base_of(config: Config) -> Config:
@@ -92,20 +92,11 @@ def base_of(config: Config) -> Config:
     return replace(config, strategy=replace(config.strategy, name=name, searches=False, **same))
 
 
-def faster_precision(config: Config, user_keys: frozenset[str]) -> str:
-    """A sentence on the 16-bit format in which the devices are faster, if no precision was chosen; else empty."""
-    own, other = (peak_flops(config.cluster, name) for name in (config.precision.name, FAST))
-    if user_keys & {"precision", "precision.name"} or not own or not other or other <= own:
-        return ""
-    higher = f"a device's peak is {other / own:.0f} times as high: precision={FAST}"
-    return f"{config.precision.name}, the default; in {FAST} {higher}"
-
-
 def check_rates(config: Config, world: int) -> None:
     """Raise ConfigError for `cluster` keys that no machine has, or those without which plans cannot be compared."""
     if problems := rules.out_of_bounds(config, "cluster."):
         raise ConfigError(*problems)
-    lacking = absent(config.cluster, config.precision.name, world)
+    lacking = absent(config.cluster, with_precision(config, None)[0].precision.name, world)
     if lacking:
         keys = ", ".join(f"cluster.{key}" for key in lacking)
         message = f"a search compares predicted times, and cluster={config.cluster.name} does not give {keys}"

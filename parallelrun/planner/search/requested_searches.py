@@ -34,7 +34,7 @@ def searched(
 
     open_keys.check_rates(config, world)
     base, user_held = open_keys.base_of(config), user_keys - {"strategy"}
-    result = search(base, user_held, world, keep, gpus=gpus)
+    result = search(base, user_held, world, keep, gpus=gpus, simplest=True)
     if not result.best:
         raise no_plan.error(base, user_held, result, gpus)
     return result

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from parallelrun.planner.predict.step_time.step import StepTime
 
+TIE = 0.02  # plans that are slower than the fastest by at most this part tie with it: no prediction tells them apart
 MEMORY = "memory"  # the rule that candidates do not fit a device
 
 
@@ -41,12 +42,13 @@ class Search:
     """All plans of a model on `world` ranks of a cluster.
 
     considered: legal plans. fitting: those that fit a device's memory, or all if the cluster gives no memory size.
-    best: the fastest that fit, and some of other shapes (`fitting_plans.Kept`), fastest first. nearest: of the plans
-    that are faster than the best and do not fit, the one that needs least memory. unpriced: the first plan without a
-    time, for each reason, and `num_unpriced` by reason. removed: most candidates first. rank: of a plan that takes
-    `against` seconds: 1 + the number of faster plans that fit, at least and at most. global_batch: of all plans.
-    is_counted: False in a large space, where `fitting` and the worst rank come from lower bounds (at most so many fit),
-    and `nearest` is one of the plans that were looked at.
+    best: the fastest that fit, and some of other shapes (`fitting_plans.Kept`), the fastest first, but before all a
+    simpler one that ties with it, if that was asked for. nearest: of the plans that are faster than the best and do not
+    fit, the one that needs least memory. unpriced: the first plan without a time, for each reason, and `num_unpriced`
+    by reason. removed: most candidates first. rank: of a plan that takes `against` seconds: 1 + the number of faster
+    plans that fit, at least and at most. global_batch: of all plans. is_counted: False in a large space, where
+    `fitting` and the worst rank come from lower bounds (at most so many fit), and `nearest` is one of the plans that
+    were looked at; `priced` of them fit for certain.
     """
 
     world: int
@@ -60,3 +62,9 @@ class Search:
     removed: tuple[Removed, ...] = ()
     rank: tuple[int, int] | None = None
     is_counted: bool = True
+    priced: int = 0
+
+    @property
+    def fastest(self) -> Found:
+        """The fastest plan, which `best` begins with unless a simpler one ties with it."""
+        return min(self.best, key=lambda plan: plan.time.step_s if plan.time else float("inf"))

@@ -178,8 +178,9 @@ def _backend(plan: Plan, config: Config) -> str:
 
 
 def _filled(plan: Plan, most: int) -> str:
-    more = [f"and {len(plan.filled) - most} more: see --json"] if len(plan.filled) > most else []
-    return "\n".join([text.replace("(filled: ", "(") for text in plan.filled[:most]] + more)
+    more = [f"{len(plan.filled) - most} more in --json"] if len(plan.filled) > most else []
+    texts = [text.replace("(filled: ", "(") for text in plan.filled[:most]]
+    return ("; " if most == 1 else "\n").join([*texts, *more])
 
 
 def _context(plan: Plan, packing: Packing | None) -> str:

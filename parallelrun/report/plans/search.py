@@ -16,7 +16,7 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.predict.step_time.step import StepTime
 from parallelrun.planner.resolve.shorthands import layouts
 from parallelrun.planner.search.fitting_plans import CLOSE, MOST_CLOSE
-from parallelrun.planner.search.result import Found, Search
+from parallelrun.planner.search.result import TIE, Found, Search
 from parallelrun.report.figures import count_text, seconds_text
 from parallelrun.report.plans import waterfall
 from parallelrun.report.screen import labelled, print_command, show_section, table, under_one_label
@@ -41,6 +41,7 @@ def document(result: Search) -> dict[str, Any]:
         "global_batch": result.global_batch,
         "considered": result.considered,
         "fitting": result.fitting,
+        "fitting_at_least": result.fitting if result.is_counted else result.priced,
         "rank": result.rank[1] if result.rank else None,
         "best_rank": result.rank[0] if result.rank else None,
         "counted": result.is_counted,
@@ -83,15 +84,28 @@ def show(
     context: Context,
     console: Console,
     more: Sequence[tuple[str, RenderableType]] = (),
-    first: Sequence[tuple[str, RenderableType]] = (),
+    filled: Sequence[str] = (),
 ) -> None:
-    """Print a search that has found a plan. first, more: labelled lines before all others, and before the command."""
+    """Print a search that has found a plan. more: labelled lines before the command. filled: as those of a plan."""
     config, shown = context.config, side_by_side(result.best)
-    title = f"search: {config.model.preset} on {counted(result.world, 'device')} of {config.cluster.name}"
+    title = (
+        f"search: {config.model.preset} on {counted(result.world, 'device')} of {config.cluster.name}, {_batch(result)}"
+    )
+    first = [("filled in", Text(text.replace("(filled: ", "("), "cyan")) for text in filled]
     head = labelled([*first, ("searched", Text(_searched(result, config))), ("best", Text(_verdict(result)))])
-    reasons = under_one_label("why", (f"plan 1 beats plan {number}: {waterfall.why(timed(shown[0]), timed(other))}"
-                                      for number, other in enumerate(shown[1:], 2)))  # fmt: skip
-    tail = [*reasons, *_close(result, shown[0], config), *_nearest(result, config), *_unpriced(result), *more]
+    most = (1 + TIE) * timed(result.fastest).step_s
+    tied = [timed(plan).step_s <= most for plan in shown]
+    reasons = under_one_label("why", (f"plan 1 {'against' if is_tied else 'beats'} plan {number}: "
+                                      f"{waterfall.why(timed(shown[0]), timed(other))}"
+                                      for number, other, is_tied in zip((2, 3), shown[1:], tied[1:])))  # fmt: skip
+    tail = [
+        *_ties(tied),
+        *reasons,
+        *_close(result, shown[0], config),
+        *_nearest(result, config),
+        *_unpriced(result),
+        *more,
+    ]
     parts: list[RenderableType] = [head, Text(), _columns(shown, config)]
     if tail:
         parts += [Text(), labelled(tail)]
@@ -108,7 +122,7 @@ def rank_rows(result: Search | None, mine: StepTime, fits: str) -> list[tuple[st
     if result is None:
         return [("rank", Text("no plan that a search tries fits as many devices"))]
     best = result.best[0]
-    time, count = timed(best), f"{counted(result.fitting, 'plan')} that {_may(result)}fit"
+    time, count = timed(best), f"{'' if result.is_counted else 'at most '}{counted(result.fitting, 'plan')} that fit"
     if fits == "yes" and mine.step_s <= time.step_s:
         return [("rank", Text(f"the fastest of {count}"))]
     behind = f"{mine.step_s / time.step_s:.2f} times the fastest"
@@ -131,7 +145,7 @@ def too_many(number: int) -> Text:
 
 
 def side_by_side(best: Sequence[Found]) -> list[Found]:
-    """The fastest plan, and the fastest ones that differ from all before in a degree or the tensor layout.
+    """The first plan, and the fastest ones that differ from all before in a degree or the tensor layout.
 
     Where there are too few of those, the next fastest ones.
     """
@@ -140,7 +154,7 @@ def side_by_side(best: Sequence[Found]) -> list[Found]:
         by_degrees.setdefault(degrees(plan), plan)
     different = list(by_degrees.values())[:SHOWN]
     others = [plan for plan in best if plan not in different][: SHOWN - len(different)]
-    return sorted([*different, *others], key=lambda plan: timed(plan).step_s)
+    return [best[0], *sorted([*different[1:], *others], key=lambda plan: timed(plan).step_s)]
 
 
 def degrees(plan: Found) -> tuple[str, ...]:
@@ -148,17 +162,34 @@ def degrees(plan: Found) -> tuple[str, ...]:
     return tuple(text for text in plan.overrides if text.partition("=")[0] in DEGREES)
 
 
+def _batch(result: Search) -> str:
+    """`4.19 M tokens a step (2,048 samples of 2,048)`; of images, the samples."""
+    best, samples = result.best[0], counted(result.global_batch, "sample")
+    tokens = round((best.tokens_per_s or 0.0) * timed(best).step_s)
+    if tokens <= result.global_batch:
+        return f"{samples} a step"
+    return f"{count_text(tokens)} tokens a step ({samples} of {tokens // result.global_batch:,})"
+
+
 def _searched(result: Search, config: Config) -> str:
-    sizes = f"{result.global_batch:,} samples"
-    text = f"{counted(result.considered, 'legal plan')} of {sizes} a step in {config.precision.name}"
+    text = f"{counted(result.considered, 'legal plan')} in {config.precision.name}"
     if not config.cluster.memory_gb:
         return text
-    return f"{text}; {result.fitting:,} of them {_may(result)}fit the {gib(config.cluster.memory_gb * 1e9)} of a device"
+    return f"{text}; {_fitting(result)} of them fit the {gib(config.cluster.memory_gb * 1e9)} of a device"
 
 
-def _may(result: Search) -> str:
-    """Before `fit`: in a large space, plans are counted by lower bounds of their memory, and some need more."""
-    return "" if result.is_counted else "may "
+def _fitting(result: Search) -> str:
+    """In a large space, most plans are counted by lower bounds of their memory, and some need more."""
+    return f"{result.fitting:,}" if result.is_counted else f"between {result.priced:,} and {result.fitting:,}"
+
+
+def _ties(tied: Sequence[bool]) -> list[tuple[str, Text]]:
+    """The note on plans that no prediction tells apart. tied: which of the plans side by side."""
+    if sum(tied) == 1:
+        return []
+    numbers = " and ".join(str(number) for number, is_tied in enumerate(tied, 1) if is_tied)
+    text = f"plans {numbers} are within {TIE:.0%}, which no prediction tells apart; plan 1 is the simplest"
+    return [("ties", Text(text.replace("1 and 2 and", "1, 2 and")))]
 
 
 def _verdict(result: Search) -> str:

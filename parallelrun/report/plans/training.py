@@ -16,7 +16,8 @@ def text(results: Facts) -> str:
     text = f"{count_text(training.tokens)} tokens are {training.steps:,} steps: "
     seconds = training_s(results)
     if seconds:
-        return f"{text}about {digits(seconds / DAY)} days"
+        price = training.price_per_day
+        return f"{text}about {digits(seconds / DAY)} days" + (f", price {seconds / DAY * price:,.0f}" if price else "")
     if training.sustained is None:
         return f"{text}days unknown, because the cluster gives no rates"
     if training.at_peak is not None:

@@ -46,6 +46,7 @@ METRICS = {
     "bubble_predicted": Metric("predicted bubble", unit=SHARE),
     "efficiency": Metric("efficiency", unit=SHARE),
     "training_days": Metric("days of training", "days", DAYS),
+    "training_price": Metric("price of training", "price", RATE),
     "peak_memory_bytes": Metric("peak memory of a rank", "peak memory"),
     "memory_bytes": Metric("memory of the largest rank", "memory"),
     "fits": Metric("fits"),

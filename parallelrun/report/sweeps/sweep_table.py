@@ -27,7 +27,7 @@ _COLUMNS = (
 )  # fmt: skip
 _COLUMNS_OF_PLANS = (
     "fits", "memory_bytes", "step_time_predicted_s", "tokens_per_s", "samples_per_s", "training_days",
-    "bubble_predicted", "wire_bytes_per_step",
+    "training_price", "bubble_predicted", "wire_bytes_per_step",
 )  # fmt: skip
 _DROPPED_FIRST = ("loss", "error", "sent a step")  # on a narrow terminal; results.csv has everything
 _MAX_ROWS = 200

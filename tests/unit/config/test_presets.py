@@ -41,7 +41,7 @@ def test_every_option_says_what_it_is(group):
 def test_the_defaults_are_what_the_documentation_says():
     config = composed().config
     assert (config.strategy.name, config.model.name, config.dataset.name) == ("ptdp", "gpt", "pystdlib")
-    assert (config.optimizer.name, config.precision.name, config.cluster.name) == ("adamw", "fp32", "local")
+    assert (config.optimizer.name, config.precision.name, config.cluster.name) == ("adamw", "auto", "local")
     assert config.tp is None and config.world is None and config.runs == "runs"
 
 

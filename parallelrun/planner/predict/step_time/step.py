@@ -12,9 +12,10 @@ from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.planner.contract.plan import Collective, Plan, Stage, once
 from parallelrun.planner.model.model_spec import BlockSpec
+from parallelrun.planner.pieces.hosts import stays_in_node
 from parallelrun.planner.predict import prediction, simulate
 from parallelrun.planner.predict.step_time import cores, host, other_blocks, overlap, servers, spread
-from parallelrun.planner.predict.step_time.blocks import BlockTime, Parts, block_time
+from parallelrun.planner.predict.step_time.blocks import TENSOR, BlockTime, Parts, block_time
 from parallelrun.planner.predict.step_time.kernels import streaming_s
 from parallelrun.planner.predict.step_time.links import collective_s, copies_s, sharing_s
 from parallelrun.planner.predict.step_time.rates import Rates, not_given, rates_of
@@ -80,6 +81,8 @@ class StepModel:
         parts[BUBBLE] = makespan - busy
         parts[DATA] = sum(data[:3]) if rates.synchronous else _exposed(plan, data, stages)  # a CPU hides nothing
         parts[DATA] += host.around_data_s(plan, rates)
+        if parts.get(TENSOR) and not stays_in_node(plan, self._cluster, "tp"):
+            parts[TENSOR] += _contention_s(parts[TENSOR], data.gathers + data.sums - parts[DATA], busy)
         weights, _, states = prediction.held_bytes(plan, plan.mesh.coordinate(0))
         if plan.data.rounds_weights:  # the factors below are of weights in the stored dtype
             weights = prediction.stored_bytes(plan)
@@ -144,6 +147,15 @@ def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
     """Return why the time of a step cannot be predicted; empty if it can."""
     reason = other_blocks.why_unknown(plan, cluster) or servers.why_unknown(plan, cluster)
     return reason or not_given(plan, cluster)
+
+
+def _contention_s(tensor: float, hidden: float, busy: float) -> float:
+    """Seconds by which tensor communication between hosts is slower for data communication at the same time.
+
+    Both send through the same port, and each gets half of it. hidden: of data communication, beside what else a pp rank
+    is busy with.
+    """
+    return tensor * min(1.0, max(0.0, hidden) / max(busy - tensor, tensor))
 
 
 def _counted(stage: Stage, plan: Plan) -> CountedBlocks:

@@ -100,3 +100,15 @@ def test_cuts_that_only_lack_order_are_suggested_in_order():
     with pytest.raises(ConfigError) as caught:
         tiny_plan(pp=3, strategy__pipeline__split=["layers.3", "layers.1"])
     assert caught.value.problems[0].suggestion == "strategy.pipeline.split=[layers.1,layers.3]"
+
+
+def test_an_embedding_and_a_head_may_be_stages_of_their_own():
+    """Llama 3 405B: 126 layers on 16 ranks with 8 stages each (Llama Team 2024, 3.3.2)."""
+    sizes = {"pp": 16, "model__layers": 126, "schedule": "interleaved", "microbatches": 16, "global_batch": 16}
+    alone = blocks(**sizes, virtual_stages=8)
+    assert len(alone) == 128 and (alone[0], alone[-1]) == (("embedding",), ("head",))
+    uneven = blocks(**sizes, virtual_stages=7)
+    of_ranks = [sum(len(stage) for stage in uneven[rank::16]) for rank in range(16)]
+    assert len(uneven) == 112 and of_ranks == [8] * 16, "embedding and head count as a layer each"
+    with pytest.raises(ConfigError, match="144 stages, and the model has 126 layers to cut between"):
+        blocks(**sizes, virtual_stages=9)

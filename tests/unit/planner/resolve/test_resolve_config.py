@@ -308,6 +308,5 @@ def test_the_demonstrating_plan_is_shortened_for_a_model_that_cannot_be_cut():
     overrides = {"dp": None, "tp": None, "pp": None, "model.layers": 1, "strategy.demo": {"tp": 2, "pp": 2}}
     plan = tiny_plan(overrides)
     assert plan.degrees == {"pp": 1, "dp": 1, "cp": 1, "tp": 2, "ep": 1} and "at pp=1" in plan.filled[0]
-    assert only_problem({**overrides, "strategy.own_axis": "pp"}).where == "pp", (
-        "a pipeline without stages shows nothing"
-    )
+    shown = {**overrides, "strategy.own_axis": "pp", "strategy.demo": {"tp": 2, "pp": 4}}  # of embedding, layer, head
+    assert only_problem(shown).where == "pp", "a pipeline without stages shows nothing"

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from parallelrun.planner.search.fitting_plans import FAR, Kept
-from parallelrun.planner.search.result import Found
+from parallelrun.planner.search.result import TIE, Found
 
 
 def plans(random: Random) -> list[tuple[str, float, Found]]:
@@ -19,12 +19,14 @@ def plans(random: Random) -> list[tuple[str, float, Found]]:
     ]
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_what_is_not_wanted_would_not_be_kept(number):
+@pytest.mark.parametrize(
+    ("number", "complexity"), [(1, None), (2, None), (3, None), (2, "dcba".index), (3, "dcba".index)]
+)
+def test_what_is_not_wanted_would_not_be_kept(number, complexity):
     left_out = 0
     for seed in range(300):
         found = plans(Random(seed))
-        everything, wanted = Kept(number), Kept(number)
+        everything, wanted = Kept(number, complexity), Kept(number, complexity)
         for shape, seconds, plan in found:
             everything.add(shape, seconds, plan)
         for shape, seconds, plan in found:
@@ -45,3 +47,18 @@ def test_the_fastest_of_each_shape_is_kept_and_what_is_as_fast_as_the_first():
         kept.add(shape, seconds, Found((str(number),), None, 1, "yes"))
     assert [one.overrides for one in kept.chosen()] == [("0",), ("1",), ("2",), ("4",)]
     assert not kept.wants("c", 1.6) and kept.ends(1.6)
+
+
+def test_the_simplest_plan_that_ties_with_the_fastest_is_first():
+    def kept(*plans: tuple[str, float]) -> list[str]:
+        every = Kept(2, complexity="ab".index)
+        for shape, seconds in plans:
+            every.add(shape, seconds, Found((shape, str(seconds)), None, 1, "yes"))
+        return [" ".join(plan.overrides) for plan in every.chosen()]
+
+    slow = ("b", 1.0), ("b", 1.001)
+    assert kept(*slow, ("a", (1 + TIE) * 1.0), ("a", 1.1)) == ["a 1.02", "b 1.0", "b 1.001"]
+    assert kept(*slow, ("a", 1.021), ("a", 1.1)) == ["b 1.0", "b 1.001", "a 1.021"]
+    waiting = Kept(1, complexity="ab".index)
+    waiting.add("b", 1.0, Found(("b",), None, 1, "yes"))
+    assert waiting.wants("a", 1.02) and not waiting.ends(1.02) and not waiting.wants("b", 1.02) and waiting.ends(1.03)

@@ -115,14 +115,6 @@ def test_a_rate_of_zero_is_refused_and_not_called_missing():
         searches.searched(config, frozenset(), 16)
 
 
-def test_a_faster_precision_is_named_unless_one_was_chosen():
-    words = ("model=gpt2_124m", "cluster=a100_dgx")
-    default, chosen_one, laptop = composed(*words), composed(*words, "precision=fp32"), composed("cluster=laptop")
-    assert chosen.faster_precision(default.config, default.given).endswith("16 times as high: precision=bf16")
-    assert not chosen.faster_precision(chosen_one.config, chosen_one.given)
-    assert not chosen.faster_precision(laptop.config, laptop.given)
-
-
 def test_a_search_without_a_plan_that_fits_says_what_would():
     found = composed("model=llama3_8b", "cluster=a100_dgx", "precision=bf16", "global_batch=4", "micro_batch=1")
     with pytest.raises(ConfigError) as caught:

@@ -66,7 +66,8 @@ def test_the_best_plans_differ_in_degrees_and_stand_side_by_side():
     assert line("pp ", text).split() == ["1", "2", "1"] and line("tp ", text).split() == ["2", "1", "4"]
     assert line("schedule", text).split() == ["-", "gpipe", "-"]
     assert line("nearly as fast", text).strip() == "data=zero1 (+0.5%)"
-    assert "500 legal plans of 48 samples a step in bf16; 123 of them fit the 74.5 GiB of a device" in text
+    assert "500 legal plans in bf16; 123 of them fit the 74.5 GiB of a device" in text
+    assert "on 8 devices of a100_dgx, 9.07 k tokens a step (48 samples of 189)" in text and "ties" not in text
     assert "7 plans (the time of other is not predicted), such as pp=1 dp=8 tp=1 strategy.data.kind=other" in text
 
 
@@ -154,8 +155,20 @@ def test_the_document_has_the_fields_of_the_interface():
     assert document["removed"][0] == {"rule": "memory", "candidates": 377, "example": "pp=1"}
 
 
-def test_plans_that_are_counted_by_lower_bounds_of_memory_may_fit() -> None:
-    assert "500 legal plans of 48 samples a step in bf16; 123 of them fit the 74.5 GiB" in screen()
-    assert "; 123 of them may fit the 74.5 GiB" in screen(replace(SEARCH, is_counted=False))
-    (_, rank), *_ = report.rank_rows(replace(SEARCH, is_counted=False), time(products=9.0), "yes")
-    assert str(rank).startswith("2 to 3 of 123 plans that may fit, ")
+def test_plans_that_are_counted_by_lower_bounds_of_memory_lie_between() -> None:
+    assert "500 legal plans in bf16; 123 of them fit the 74.5 GiB" in screen()
+    bounded = replace(SEARCH, is_counted=False, priced=4)
+    assert "; between 4 and 123 of them fit the 74.5 GiB" in screen(bounded)
+    assert report.document(bounded)["fitting_at_least"] == 4 and report.document(SEARCH)["fitting_at_least"] == 123
+    (_, rank), *_ = report.rank_rows(bounded, time(products=9.0), "yes")
+    assert str(rank).startswith("2 to 3 of at most 123 plans that fit, ")
+
+
+def test_plans_that_no_prediction_tells_apart_tie_and_the_first_stays_first() -> None:
+    faster = found("pp=2 dp=2 tp=2", products=0.9, tensor_communication=0.2, data_communication=0.02)
+    text = screen(replace(SEARCH, best=(FIRST, faster, SECOND)))
+    assert "plans 1 and 2 are within 2%, which no prediction tells apart; plan 1 is the simplest" in text
+    assert "plan 1 against plan 2: 14.0 ms slower (" in text and "plan 1 beats plan 3: 300 ms faster (" in text
+    assert line("dp ", text).split() == ["4", "2", "4"]
+    both = screen(replace(SEARCH, best=(FIRST, faster, replace(FIRST, overrides=("pp=1", "dp=4", "tp=1", "cp=2")))))
+    assert "plans 1, 2 and 3 are within 2%" in both

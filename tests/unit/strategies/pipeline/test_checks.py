@@ -72,3 +72,11 @@ def test_every_kind_has_both_halves():
     for kind in kinds:
         assert callable(registry.load("strategies", f"pipeline.{kind}", "runtime").build)
         assert pipeline_schedule(kind).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("pp", "layers", "numbers"),
+    [(16, 126, [2, 4, 8]), (16, 128, [2, 4, 8]), (4, 12, [3]), (4, 13, [2]), (4, 14, [2, 4]), (8, 12, []), (8, 6, [])],
+)
+def test_a_search_tries_stages_of_equally_many_layers_or_a_layer_less_on_the_outer_ones(pp, layers, numbers):
+    assert pipeline_schedule("interleaved").choices(pp, layers) == numbers

@@ -56,5 +56,5 @@ def test_a_module_with_convolutions_needs_their_rate():
     assert block.convolution_flops == 2 * 3 * 4**2 * 32 * 4**2
     times = [step_time(plan, replace(cluster, convolution_efficiency=part)) for part in (0.25, 0.5)]
     slow, fast = (time.parts[blocks.PRODUCTS] for time in times if time)
-    seconds = 3 * plan.batch.micro_batch * block.convolution_flops / 67e12
+    seconds = 3 * plan.batch.micro_batch * block.convolution_flops / 989e12
     assert slow - fast == pytest.approx(seconds * (1 / 0.25 - 1 / 0.5), rel=1e-6)

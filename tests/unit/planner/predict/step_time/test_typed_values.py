@@ -26,7 +26,7 @@ def value(key: str, random: Random) -> str:
     if key.endswith(("split", "worker_batches")):
         items = BLOCKS if key.endswith("split") else [*map(str, range(10))]
         return f"[{','.join(random.sample(items, random.randint(1, 4)))}]"
-    return str(random.randint(1, 12))
+    return str(random.randint(1, 16))
 
 
 def problems(words: list[str]) -> tuple[Problem, ...]:
