@@ -167,6 +167,21 @@ class Plan:
         return self.mesh.size(self.data_axis)
 
     @property
+    def ep_spans_tp(self) -> bool:
+        """Whether the ranks of tp have complete experts, and divide the tokens that they send to experts."""
+        return bool(self.expert and self.expert.spans_tp)
+
+    @property
+    def expert_tp(self) -> int:
+        """The ranks of tp that split an expert."""
+        return 1 if self.ep_spans_tp else self.mesh.size("tp")
+
+    @property
+    def ep_data_ranks(self) -> int:
+        """The ranks of dp x cp that a group of ep covers."""
+        return self.mesh.size("ep") * self.expert_tp // self.mesh.size("tp")
+
+    @property
     def seq(self) -> int:
         """The positions of a sequence that a rank holds, before sequence parallel divides them."""
         return self.spec.seq // self.mesh.size("cp")

@@ -31,3 +31,13 @@ class Request:
     def num_data_ranks(self) -> int:
         """The ranks over which gradients are summed: the replicas of the data, and the parts of their sequences."""
         return self.dp * self.cp
+
+    @property
+    def ep_spans_tp(self) -> bool:
+        """Whether groups of ep are taken over dp x cp x tp, of which each rank has complete experts."""
+        return self.config.strategy.expert.tp == 1 < min(self.ep, self.tp)
+
+    @property
+    def ep_data_ranks(self) -> int:
+        """The ranks of dp x cp that a group of ep covers."""
+        return self.ep // self.tp if self.ep_spans_tp else self.ep

@@ -14,12 +14,11 @@ from parallelrun.config.schema.run_schema import DataStrategyConfig
 from parallelrun.planner.contract.caching import once_for
 from parallelrun.planner.contract.classes import data_strategy
 from parallelrun.planner.contract.data_strategy import DataStrategy
-from parallelrun.planner.contract.mesh_shape import MeshShape
 from parallelrun.planner.contract.parameters import block_layouts
 from parallelrun.planner.contract.plan import BatchSizes, Plan, Stage, once
 from parallelrun.planner.memory.backward_block import backward_block, with_rounded_gradients
 from parallelrun.planner.model.model_spec import BlockSpec
-from parallelrun.planner.pieces import context_axes, expert_axes
+from parallelrun.planner.pieces import context_axes
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.predict.step_time.step import StepModel, why_unknown
 from parallelrun.planner.search.legal import OF_STAGES, Legal, LegalGroup, tensor_of
@@ -128,20 +127,12 @@ class Bounds:
 
     def _held(self, group: LegalGroup, data: DataStrategyConfig, several: bool) -> int:
         plan = self._plan(group, group.micro_batches[0], self._plainest)
-        strategy = data_strategy(data.kind).resolve(self._legal.request_of(group, data))
-        inner = tuple((axis, plan.mesh.size(axis)) for axis in plan.mesh.mesh_dims_of("ep")) if plan.expert else ()
-        ep = inner, tuple((axis, parts) for axis, parts in plan.mesh.flattened if axis == "ep" and inner)
         request = self._legal.request_of(group, data)
-        data_dims = strategy.mesh_dims(request.num_data_ranks)
-        if plan.context:
-            dims, flattened = context_axes.split(data_dims, plan.context.mesh_dims(request), ep)
-        else:
-            dims, flattened = expert_axes.split(*data_dims, *ep)
-        tensor = plan.mesh.mesh_dims_of("tp")
-        mesh = MeshShape(
-            (("pp", 2), *dims, *((axis, plan.mesh.size(axis)) for axis in tensor)),
-            (*flattened, *((axis, parts) for axis, parts in plan.mesh.flattened if axis == "tp")),
-        )
+        strategy = data_strategy(data.kind).resolve(request)
+        context = plan.context.mesh_dims(request) if plan.context else None
+        ep = plan.expert.mesh_dims(request) if plan.expert else ((), ())
+        axes = strategy.mesh_dims(request.num_data_ranks), context, ep, plan.tensor.mesh_dims(request)
+        mesh = context_axes.mesh_shape(2, *axes)
         batch = BatchSizes(plan.batch.global_batch, plan.batch.micro_batch, 1 + several)
         # of one block on its own: where pp=1, the last one's weights stay gathered
         changed = replace(plan, data=strategy, mesh=mesh, batch=batch, stages=(Stage(0, 0, (self._commonest,)),))

@@ -183,7 +183,8 @@ class Legal:
         expert = self._classes(group, group.datas[0].kind).expert
         if group.ep > 1:  # the user's own ep holds for all degrees
             problems: list[Problem] = []
-            expert_axes.degree(request.config, group.ep, group.dp, group.cp, self.spec.experts, [], problems)
+            degrees = Degrees(group.pp, group.dp, group.tp, cp=group.cp)
+            expert_axes.degree(request.config, group.ep, degrees, self.spec.experts, problems)
             if problems:
                 return problems
         problems = routing.unread(self.space.folded, self.space.given, self.spec.experts, group.ep)

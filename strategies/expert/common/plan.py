@@ -8,6 +8,9 @@ on two levels) brings rows from source to destination. Rows cross it four times,
 
 Full recomputation sends both forward messages again: the weighted sum over what comes back is the last operation and
 needs it for the gradients of the weights. Chunks make more calls of the same bytes. Evaluation is not counted.
+
+Where ep spans tp, the ranks of tp divide the tokens. The scores of routing groups are gathered over tp in forward.
+Without sequence parallelism, results of all tokens are gathered in forward, and their gradients in backward.
 """
 
 from __future__ import annotations
@@ -19,15 +22,17 @@ from typing import ClassVar, NamedTuple
 from parallelrun.base.errors import Problem
 from parallelrun.base.precision import BYTES
 from parallelrun.base.wording import divisors, either, nearest
-from parallelrun.models.moe.memory import num_kept, num_slots, router_of, row_bytes
+from parallelrun.models.moe.memory import num_kept, num_own, num_sharing, num_slots, router_of, row_bytes
+from parallelrun.models.moe.spec import has_own_router
 from parallelrun.planner.contract.data_strategy import FlattenedDims, MeshDims
 from parallelrun.planner.contract.expert_dispatcher import ExpertDispatcher
 from parallelrun.planner.contract.messages import ExplainedRound, Explanation, calls_of, explanation_by_block
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import BlockSpec
+from parallelrun.planner.pieces.expert_axes import EP, EP_DP, TP
 
-AXIS, OUTER, INNER = "ep", "ep_outer", "ep_inner"
+AXIS, OUTER, INNER = EP, "ep_outer", "ep_inner"
 KEY = "strategy.expert"
 ROWS, COUNTS, OPERATION = "experts", "routing", "all_to_all"  # purposes: rows of tokens, and how many rows will come
 CONTENTS = {
@@ -70,12 +75,17 @@ class AllToAllDispatcher(ExpertDispatcher):
 
         `planner/pieces/expert_axes.py` checks that ep divides the experts and dp.
         """
-        return [*_check_chunks(request), *_check_group_size(request)]
+        return [*_check_chunks(request), *_check_group_size(request), *_check_tensor(request)]
 
     @classmethod
     def mesh_dims(cls, request: Request) -> tuple[MeshDims, FlattenedDims]:
-        """One axis, or inner groups and the axis between them."""
-        inner = request.config.strategy.expert.group_size
+        """One axis, or inner groups and the axis between them; where ep spans tp, their parts in dp x cp."""
+        inner, spanned = request.config.strategy.expert.group_size, request.ep // request.ep_data_ranks
+        if spanned > 1:
+            outer = ((OUTER, request.ep // inner),) if inner else ()
+            parts = (*(name for name, _ in outer), EP_DP, TP)
+            of_inner = ((INNER, (EP_DP, TP)),) if inner else ()
+            return (*outer, (EP_DP, (inner or request.ep) // spanned)), ((AXIS, parts), *of_inner)
         if inner is None:
             return ((AXIS, request.ep),), ()
         return ((OUTER, request.ep // inner), (INNER, inner)), ((AXIS, (OUTER, INNER)),)
@@ -106,6 +116,8 @@ class AllToAllDispatcher(ExpertDispatcher):
             if counts_bytes:
                 calls = microbatches * sum(forwards)
                 sent.append(Collective(axis, OPERATION, COUNTS, calls, calls * counts_bytes))
+        if self.spans_tp:
+            sent += _over_tp(layers, plan)
         return [row for row in sent if row.calls]
 
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
@@ -158,10 +170,42 @@ def _kept(num_ranks: int, num_experts: int, plan: Plan) -> Rows:
     """Return the kept rows of so many ranks for so many experts. A token never goes twice to the same expert."""
     router, slots = router_of(plan), num_slots(plan, num_experts)
     if router.kind == "expert_choice":  # every expert takes its fixed number of every group
-        cp = plan.mesh.size("cp")
-        own = None if cp == 1 else num_ranks * min(slots, plan.num_rows * num_experts)
-        return Rows(num_ranks * slots // cp, own)
-    return Rows(num_kept(plan), num_ranks * min(plan.num_rows * min(router.top_k, num_experts), slots))
+        sharing = num_sharing(plan)
+        own = None if sharing == 1 else num_ranks * min(slots, num_own(plan) * num_experts)
+        return Rows(num_ranks * slots // sharing, own)
+    return Rows(num_kept(plan), num_ranks * min(num_own(plan) * min(router.top_k, num_experts), slots))
+
+
+def _over_tp(layers: list[BlockSpec], plan: Plan) -> list[Collective]:
+    """What the ranks of tp gather that divide the tokens of these layers. layers: the block of each."""
+    microbatches, again = plan.batch.microbatches, plan.recompute == "full"
+    scores = plan.num_rows * plan.spec.experts * BYTES[plan.precision.accurate]
+    calls = microbatches * sum(1 + (again and block.is_recomputed) for block in layers)
+    sent = [Collective(TP, "all_gather", COUNTS, calls, calls * scores)]
+    if not plan.tensor.sequence_parallel:
+        rows = plan.num_rows * plan.spec.hidden * BYTES[plan.precision.compute]
+        calls = microbatches * sum(2 + (again and block.is_recomputed and block.reads_sum(plan.dropout)) for block in layers)
+        sent.append(Collective(TP, "all_gather", ROWS, calls, calls * rows))
+    return sent
+
+
+def _check_tensor(request: Request) -> list[Problem]:
+    """An expert is split by all of tp or by none of it, whose ranks then divide the tokens of every sequence."""
+    key, degree, tp = f"{KEY}.tp", request.config.strategy.expert.tp, request.tp
+    if degree is not None and degree not in (1, tp):
+        message = f"{key}={degree}: an expert is split over all of tp={tp} or over none of its ranks"
+        return [Problem(message, key, f"{key}=1 or leave {key} out", kind="not_built")]
+    if not request.ep_spans_tp:
+        return []
+    if has_own_router(request.spec):
+        message = f"{key}=1: the tokens of experts of somebody else's module are not divided over tp={tp}"
+        return [Problem(message, key, f"leave {key} out", kind="not_built")]
+    parts, seq = tp * request.cp, request.spec.seq
+    if seq % parts == 0:
+        return []
+    shared = f"tp={tp}" + f" x cp={request.cp}" * (request.cp > 1)
+    message = f"model.seq={seq} is not divisible by {shared}, over which {key}=1 divides the tokens of a sequence"
+    return [Problem(message, key, f"model.seq={-(-seq // parts) * parts} or leave {key} out", kind="arithmetic")]
 
 
 def _check_chunks(request: Request) -> list[Problem]:
@@ -183,12 +227,15 @@ def _check_chunks(request: Request) -> list[Problem]:
 
 def _check_group_size(request: Request) -> list[Problem]:
     size, ep = request.config.strategy.expert.group_size, request.ep
-    legal = divisors(ep)[1:-1]
+    spanned = ep // request.ep_data_ranks
+    legal = [n for n in divisors(ep)[1:-1] if n % spanned == 0]
     if size is None or size in legal:
         return []
     fixes = [either(f"{KEY}.group_size", nearest(size, legal))] if legal else []
     if ep % size:
         message = f"{KEY}.group_size={size} does not divide ep={ep}, which the inner groups partition"
+    elif size % spanned and 1 < size:
+        message = f"{KEY}.group_size={size} divides a group of tp={spanned}, which ep spans ({KEY}.tp=1)"
     else:
         which = "one rank" if size == 1 else f"all of ep={ep}"
         message = f"{KEY}.group_size={size}: inner groups of {which} leave no second level"
