@@ -176,7 +176,7 @@ class Plan:
         """The ranks of tp that split an expert."""
         return 1 if self.ep_spans_tp else self.mesh.size("tp")
 
-    @property
+    @cached_property
     def ep_data_ranks(self) -> int:
         """The ranks of dp x cp that a group of ep covers."""
         return self.mesh.size("ep") * self.expert_tp // self.mesh.size("tp")

@@ -147,9 +147,9 @@ def is_of_experts(axis: str) -> bool:
 
 
 def replica_axis(layout: Layout, plan: Plan) -> str:
-    """The axis over which a parameter is replicated and its gradients are summed: `expert_dp` for sharded experts,
-    else `plan.data_axis`. Gradients need no division: losses are sums, scaled by the global count before backward."""
-    return EXPERT + DP if plan.mesh.size(EP) > 1 and EP in layout.axes else plan.data_axis
+    """The axis over which a parameter is replicated and its gradients are summed: `expert_dp` for experts that are
+    sharded over ranks of it, else `plan.data_axis`. Gradients need no division: losses are sums, scaled by the global count before backward."""
+    return EXPERT + DP if plan.ep_data_ranks > 1 and EP in layout.axes else plan.data_axis
 
 
 def axis_views(plan: Plan) -> dict[str, str]:

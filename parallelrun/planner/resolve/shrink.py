@@ -76,7 +76,7 @@ def features(plan: Plan) -> dict[str, object]:
     router = spec.router
     return {
         **{f"axis {name}": name in axes for name in axes},
-        "data replicas that hold the same experts": plan.num_data_ranks > mesh.size("ep"),
+        "data replicas that hold the same experts": plan.num_data_ranks > plan.ep_data_ranks,
         "data": (plan.data.kind, plan.servers > 0),
         "tensor": (plan.tensor.kind, plan.tensor.sequence_parallel, plan.tensor.overlap, plan.tensor.save_gathered),
         "pipeline": plan.pipeline.kind,
@@ -110,13 +110,13 @@ def _candidates(config: Config, plan: Plan) -> Iterator[Config]:
     """Configurations from the smallest on. config: with everything filled in."""
     tp, cp = _least(plan, "tp"), _least(plan, "cp")
     pp = min(2, plan.mesh.size("pp"))
-    beyond = plan.mesh.size("ep") > plan.mesh.size("cp") > 1  # experts over more than the ranks of a sequence
-    ep = 2 * cp if beyond else min(2, plan.mesh.size("ep"))
-    dp = max(_least(plan, "dp"), ep * min(2, plan.num_data_ranks // plan.mesh.size("ep")) // cp)
+    beyond = plan.ep_data_ranks > plan.mesh.size("cp") > 1  # experts over more than the ranks of a sequence
+    ep = 2 * cp if beyond else min(2, plan.ep_data_ranks)
+    dp = max(_least(plan, "dp"), ep * min(2, plan.num_data_ranks // plan.ep_data_ranks) // cp)
     virtual = min(2, len(plan.stages) // plan.mesh.size("pp"))
     most_pp = 4 if pp > 1 else 1
     degrees = [
-        (dp * more, cp, width, length, ep)
+        (dp * more, cp, width, length, ep * (width if plan.ep_spans_tp else 1))
         for more, width, length in product((1, 2), (tp, 2 * tp), (pp, most_pp))
         if dp * more * cp * width * length + min(2, plan.servers) <= MOST_RANKS and (tp > 1 or width == 1)
     ]

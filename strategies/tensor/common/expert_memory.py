@@ -16,28 +16,30 @@ is predicted by itself.
 from __future__ import annotations
 
 from parallelrun.base.precision import BYTES
-from parallelrun.models.moe.memory import expert_width, num_assignments, num_groups, num_kept, router_of, row_bytes
+from parallelrun.models.moe.memory import expert_width, num_assignments, num_groups, num_kept, num_own, num_sharing, router_of, row_bytes
 from parallelrun.planner.contract.parameters import element_bytes
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.tensor_strategy import LayerBackward
 from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec
 
 from .activation_memory import INDEX, MASK, activates_again, local_numel, recomputed
+from .traffic import overlaps
 
 OFFSET = 4  # bytes of where an expert's rows end, which every grouped product keeps
 
 
 def input_bytes(block: BlockSpec, plan: Plan) -> int:
-    """Return the bytes of the router's saved input: a tensor of its own where sequences were gathered, or where the
-    input is widened or jittered; else the norm's output, which is counted elsewhere."""
+    """Return the bytes of the router's saved input: a tensor of its own where sequences were gathered or sliced, or
+    where the input is widened or jittered; else the norm's output, which is counted elsewhere."""
     compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
-    own = plan.num_rows * plan.spec.hidden * accurate
+    own = num_own(plan) * plan.spec.hidden * accurate
     if router_of(plan).jitter > 0.0:
         return 2 * own
-    if compute != accurate or plan.tensor.sequence_parallel:
+    if compute != accurate or plan.tensor.sequence_parallel != plan.ep_spans_tp:
         return own
     roles = [layer.layer_role for layer in block.layers]
-    counted = "column_parallel" in roles[roles.index("router") :]  # a shared expert reads it too
+    counted = "column_parallel" in roles[roles.index("router") :]  # a shared expert reads it too, or a gathered copy
+    counted &= overlaps(plan) or not plan.tensor.sequence_parallel
     return 0 if counted or recomputed(block, plan) else own
 
 
@@ -54,13 +56,15 @@ def routing_bytes(plan: Plan) -> int:
         saved += num_groups(plan) * spec.experts * accurate
     if router.z_coefficient:
         saved += tokens * accurate
+    if num_sharing(plan) > 1:
+        saved += num_assignments(plan) * MASK  # whether a token is one's own
     return saved + _choices(plan)
 
 
 def _choices(plan: Plan) -> int:
     router, tokens, accurate = router_of(plan), plan.num_rows, BYTES[plan.precision.accurate]
     if router.kind == "expert_choice":
-        return num_kept(plan) * INDEX * (1 if router.renormalise == "none" else 2)
+        return num_assignments(plan) * INDEX * (1 if router.renormalise == "none" else 2)
     saved = tokens * router.top_k * INDEX
     if router.top_k > 1 and router.renormalise != "none":
         saved += tokens * (router.top_k + 2) * accurate
@@ -82,7 +86,7 @@ def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> t
     """The passes of a layer of experts, in forward order: rows and the first products, the activation, the last
     product, combining. waiting: bytes of the gradients that go past the layer."""
     count, compute = num_kept(plan), BYTES[plan.precision.compute]
-    indices = (2 * count + num_assignments(plan) + plan.num_rows) * INDEX
+    indices = (2 * count + num_assignments(plan) + num_own(plan)) * INDEX
     rows_bytes = count * plan.spec.hidden * compute
     inside = count * expert_width(layer, plan) * compute
     between = count * row_bytes(layer, block, plan) - 2 * rows_bytes  # of the activation's input and result

@@ -245,6 +245,6 @@ def _add_streaming(
         both = other_blocks.streaming(block, plan, rates)
     of_experts = sum(parameter.numel for parameter in block.parameters if parameter.layer_role == "expert")
     dense = sum(inner * columns for _, inner, columns in shapes)
-    elements = dense + of_experts / plan.mesh.size("ep") / plan.mesh.size("tp")
+    elements = dense + of_experts / plan.mesh.size("ep") / plan.expert_tp
     weights = streaming.of_weights(elements, plan, rates, stack)
     forward[MEMORY_BOUND], backward[MEMORY_BOUND] = both[0] + weights[0], both[1] + weights[1]
