@@ -2,8 +2,7 @@
 
 A row is one assignment of a token to an expert that is kept. Routing groups are of whole samples: where several ranks
 (of cp; of tp, where ep spans it) share a sequence, each of them lists the assignments of all tokens and keeps those of
-its own. The tensor strategy counts the rows of a rank that has all experts, the expert dispatcher those that arrive
-from other ranks.
+its own. The expert dispatcher says how many arrive from other ranks.
 """
 
 from __future__ import annotations

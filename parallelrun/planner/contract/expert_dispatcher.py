@@ -63,5 +63,9 @@ class ExpertDispatcher(AxisStrategy):
         return 0
 
     @abstractmethod
+    def num_computed(self, plan: Plan) -> int:
+        """Return the rows that a rank's experts compute of one microbatch, empty slots included, under an even load."""
+
+    @abstractmethod
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Return the bytes that one microbatch of `block` keeps for backward because tokens are dispatched."""

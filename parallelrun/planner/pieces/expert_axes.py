@@ -21,12 +21,11 @@ from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model import definitions
 
 EP, DP, TP, EXPERT = "ep", "dp", "tp", "expert_"
+SPANS = "strategy.expert.tp=1"
 EP_DP = "ep_dp"  # the part of ep that lies in dp x cp, where ep spans tp
 
 
-def degree(
-    config: Config, requested: int | None, degrees: Degrees, experts: int, problems: list[Problem]
-) -> int:
+def degree(config: Config, requested: int | None, degrees: Degrees, experts: int, problems: list[Problem]) -> int:
     """ep as the user set it, or as a preset of experts fills it; 1, with the violations appended, if it is illegal.
 
     experts: number in a layer of the model, 0 for none. A preset fills an unset ep with the largest common divisor of
@@ -53,8 +52,8 @@ def degree(
     legal = either("ep", nearest(requested, [n for n in divisors(gcd(ranks, experts)) if n > 1 and n % tp == 0] or [1]))
     violations = []
     if requested > 1 and requested % tp:
-        message = f"{KEY}=1: ep={requested} takes a part of a group of tp={tp}; only complete tp groups are built"
-        violations.append(Problem(message, "ep", f"{legal} or leave {KEY} out", kind="not_built"))
+        message = f"{SPANS}: ep={requested} is not made of complete groups of tp={tp}; parts of them are not built"
+        violations.append(Problem(message, "ep", f"{legal} or leave {SPANS} out", kind="not_built"))
     for key, number, message in (
         ("model.experts", experts, f"{experts} experts of a layer are not divisible by ep={requested}"),
         (of, ranks, f"ep={requested} does not divide {of}={ranks}, whose ranks hold the experts"),
@@ -148,7 +147,10 @@ def is_of_experts(axis: str) -> bool:
 
 def replica_axis(layout: Layout, plan: Plan) -> str:
     """The axis over which a parameter is replicated and its gradients are summed: `expert_dp` for experts that are
-    sharded over ranks of it, else `plan.data_axis`. Gradients need no division: losses are sums, scaled by the global count before backward."""
+    sharded over ranks of it, else `plan.data_axis`.
+
+    Gradients need no division: losses are sums, scaled by the global count before backward.
+    """
     return EXPERT + DP if plan.ep_data_ranks > 1 and EP in layout.axes else plan.data_axis
 
 

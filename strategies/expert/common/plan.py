@@ -22,7 +22,7 @@ from typing import ClassVar, NamedTuple
 from parallelrun.base.errors import Problem
 from parallelrun.base.precision import BYTES
 from parallelrun.base.wording import divisors, either, nearest
-from parallelrun.models.moe.memory import num_kept, num_own, num_sharing, num_slots, router_of, row_bytes
+from parallelrun.models.moe.memory import num_kept, num_own, num_sharing, num_slots, router_of
 from parallelrun.models.moe.spec import has_own_router
 from parallelrun.planner.contract.data_strategy import FlattenedDims, MeshDims
 from parallelrun.planner.contract.expert_dispatcher import ExpertDispatcher
@@ -98,6 +98,9 @@ class AllToAllDispatcher(ExpertDispatcher):
     def index_bytes(self, plan: Plan) -> int:
         """Return the bytes of one layer's indices by which rows are reordered."""
 
+    def num_computed(self, plan: Plan) -> int:
+        return self.rows(plan)[-1].even
+
     def counts_bytes(self, plan: Plan) -> int:
         """Return the bytes that announce the number of rows per microbatch and level; 0 where none are sent."""
         return 0
@@ -121,23 +124,21 @@ class AllToAllDispatcher(ExpertDispatcher):
         return [row for row in sent if row.calls]
 
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
-        """Count what a dispatched layer keeps beyond a layer whose experts are all on this rank, for an even load.
+        """Count the indices by which rows are put into slots or sorted on arrival, for an even load.
 
-        The tensor strategy counts the latter. The difference is rows of empty capacity slots, and the indices by which
-        rows are put into slots or sorted on arrival.
+        The tensor strategy counts all else that a layer keeps, for `num_computed` rows.
         """
         if plan.recompute == "full" and block.is_recomputed:
             return 0
-        extra, index_bytes = self.rows(plan)[-1].even - num_kept(plan), self.index_bytes(plan)
-        experts = [layer for layer in block.layers if layer.layer_role == "expert"]
-        return sum(extra * row_bytes(layer, block, plan) + index_bytes for layer in experts)
+        return sum(layer.layer_role == "expert" for layer in block.layers) * self.index_bytes(plan)
 
     def exchange_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """The rows as they arrived, the experts' results, these in the order of the ranks to which they go, and the
-        results that come back."""
+        results that come back; where a slice of the tokens was taken, what it was taken of."""
         has_experts = any(layer.layer_role == "expert" for layer in block.layers)
         back, *_, arrived = (rows.even for rows in self.rows(plan))
-        return (3 * arrived + back) * plan.spec.hidden * BYTES[plan.precision.compute] * has_experts
+        whole = plan.num_rows * (self.spans_tp and not plan.tensor.sequence_parallel)
+        return (3 * arrived + back + whole) * plan.spec.hidden * BYTES[plan.precision.compute] * has_experts
 
     def explain(self, plan: Plan) -> Explanation:
         """Return the all-to-alls of the layers with experts of rank 0's stages."""
@@ -184,7 +185,9 @@ def _over_tp(layers: list[BlockSpec], plan: Plan) -> list[Collective]:
     sent = [Collective(TP, "all_gather", COUNTS, calls, calls * scores)]
     if not plan.tensor.sequence_parallel:
         rows = plan.num_rows * plan.spec.hidden * BYTES[plan.precision.compute]
-        calls = microbatches * sum(2 + (again and block.is_recomputed and block.reads_sum(plan.dropout)) for block in layers)
+        calls = microbatches * sum(
+            2 + (again and block.is_recomputed and block.reads_sum(plan.dropout)) for block in layers
+        )
         sent.append(Collective(TP, "all_gather", ROWS, calls, calls * rows))
     return sent
 
@@ -234,7 +237,7 @@ def _check_group_size(request: Request) -> list[Problem]:
     fixes = [either(f"{KEY}.group_size", nearest(size, legal))] if legal else []
     if ep % size:
         message = f"{KEY}.group_size={size} does not divide ep={ep}, which the inner groups partition"
-    elif size % spanned and 1 < size:
+    elif size % spanned and size > 1:
         message = f"{KEY}.group_size={size} divides a group of tp={spanned}, which ep spans ({KEY}.tp=1)"
     else:
         which = "one rank" if size == 1 else f"all of ep={ep}"

@@ -9,14 +9,23 @@ T tokens choose among E experts, which gives n rows. a: bytes of the accurate dt
     experts   the rows n h; per product, where each expert's rows end; the activation's input and result, n f
     combine   the results of the experts, n h, their weights and tokens
 
-n is that of an even load; with a limited router at most its capacity slots. What an expert dispatcher saves beyond that
-is predicted by itself.
+n is that of an even load; with a limited router at most its capacity slots; with an expert dispatcher what it makes of
+them. By which indices it reorders them is predicted by itself.
 """
 
 from __future__ import annotations
 
 from parallelrun.base.precision import BYTES
-from parallelrun.models.moe.memory import expert_width, num_assignments, num_groups, num_kept, num_own, num_sharing, router_of, row_bytes
+from parallelrun.models.moe.memory import (
+    expert_width,
+    num_assignments,
+    num_groups,
+    num_kept,
+    num_own,
+    num_sharing,
+    router_of,
+    row_bytes,
+)
 from parallelrun.planner.contract.parameters import element_bytes
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.tensor_strategy import LayerBackward
@@ -85,8 +94,9 @@ def as_computed(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
 def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> tuple[LayerBackward, ...]:
     """The passes of a layer of experts, in forward order: rows and the first products, the activation, the last
     product, combining. waiting: bytes of the gradients that go past the layer."""
-    count, compute = num_kept(plan), BYTES[plan.precision.compute]
-    indices = (2 * count + num_assignments(plan) + num_own(plan)) * INDEX
+    own, compute = num_kept(plan), BYTES[plan.precision.compute]
+    count = plan.expert.num_computed(plan) if plan.expert else own
+    indices = (2 * own + num_assignments(plan) + num_own(plan)) * INDEX
     rows_bytes = count * plan.spec.hidden * compute
     inside = count * expert_width(layer, plan) * compute
     between = count * row_bytes(layer, block, plan) - 2 * rows_bytes  # of the activation's input and result
@@ -106,7 +116,7 @@ def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> t
         ),
         LayerBackward(between - result, waiting + inside, opened),
         LayerBackward(result, waiting + rows_bytes, inside + again, closing * rounded, closing * stored, rows_bytes),
-        LayerBackward(rows_bytes + count * compute, waiting, rows_bytes, rows_bytes),
+        LayerBackward(rows_bytes + own * compute, waiting, rows_bytes, rows_bytes),
     )
 
 

@@ -100,8 +100,8 @@ class Megatron1D(ProductStrategy):
         ours and ep does not span tp; else whole.
 
         Partial over tp: gradients that come from a slice of the sequence, and a router's, whose weights are multiplied
-        by what a slice of every expert gives, or by some of the tokens. Partial over tp_copy: copies of a kv head, each of which serves its own
-        query heads.
+        by what a slice of every expert gives, or by some of the tokens. Partial over tp_copy: copies of a kv head, each
+        of which serves its own query heads.
         """
         replicated, axes = Layout.replicated(len(parameter.shape)), plan.mesh.mesh_dims_of(AXIS)
         if parameter.layer_role == "row_parallel" and len(parameter.shape) == 2:
