@@ -100,7 +100,18 @@ class Bounds:
     def held_bytes(self, group: LegalGroup, data: DataStrategyConfig, several: bool) -> int:
         """Bytes that the fullest pp rank holds of the commonest block throughout a step, or fewer. several: a step has
         more than one microbatch."""
-        key = "held", group.tp, group.number, group.ep, group.dp, group.cp, group.pp > 1, several, id(data)
+        key = (
+            "held",
+            group.tp,
+            group.number,
+            group.ep,
+            group.expert.tp,
+            group.dp,
+            group.cp,
+            group.pp > 1,
+            several,
+            id(data),
+        )
         splits = group.schedule.splits_backward
         return self.fullest(group)[1] * once(self._cache, (key, splits), lambda: self._held(group, data, several))
 
