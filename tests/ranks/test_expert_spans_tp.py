@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.matrix import FULL as FULL_RUN
 from tests.parity import assert_equal, parity
 
 EXPERTS: dict[str, Any] = {

@@ -141,18 +141,23 @@ class Space:
         return any(key.startswith("strategy.pipeline.") for key in self.given)
 
     def experts(self, dp: int, tp: int, spec: ModelSpec) -> list[tuple[int, ExpertConfig]]:
-        """(ep, how experts are split): ep over dp, and, unless the user has said it, over dp x tp."""
+        """(ep, how experts are split): ep over dp, and, unless the user has said it, over dp x tp.
+
+        Of two with equal parts of experts on a rank, only the latter is tried if no slots are sent: the ranks of tp
+        divide the tokens then, which else each of them sends to its part of every expert.
+        """
         ep, base = self.folded.ep, self.folded.strategy.expert
         if not spec.experts:
             return [(ep or 1, base)]
         spanning = replace(base, tp=1)
-        cut = [] if base.tp == 1 < tp else [(n, base) for n in ([ep] if ep else self._expert_degrees(dp, spec))]
-        if tp == 1 or base.tp not in (None, 1):
-            return cut
-        return cut + [(n, spanning) for n in ([ep] if ep else self._expert_degrees(dp * tp, spec)) if n % tp == 0]
-
-    def _expert_degrees(self, ranks: int, spec: ModelSpec) -> list[int]:
-        return routing.dispatcher(self.folded, spec).choices(ranks, spec.experts)
+        folded = replace(self.folded, strategy=replace(self.folded.strategy, expert=spanning))
+        dispatcher = routing.dispatcher(folded, spec)
+        over_dp, over_tp = ([ep] if ep else dispatcher.choices(ranks, spec.experts) for ranks in (dp, dp * tp))
+        over_tp = [n for n in over_tp if tp > 1 and n % tp == 0 and base.tp in (None, 1)]
+        if not (ep or dispatcher.needs_capacity):
+            over_dp = [n for n in over_dp if n == 1 or n * tp not in over_tp]
+        of_dp = [(n, base) for n in over_dp if base.tp != 1 or tp == 1]
+        return [*of_dp, *((n, spanning) for n in over_tp)]
 
     def tensors(self, tp: int) -> list[TensorStrategyConfig]:
         """The tensor layouts of tp ranks. A single rank has the preset's own."""
