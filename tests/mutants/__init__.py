@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from tests.mutants import adapters, context, general, grid, tensor
+from tests.mutants import adapters, context, general, grid, slices, tensor
 
-MODULES = (general, tensor, grid, context, adapters)
+MODULES = (general, tensor, grid, context, adapters, slices)
 
 
 def plant(name: str) -> None:

@@ -34,10 +34,13 @@ from parallelrun.planner.pieces.expert_axes import EP, EP_DP, TP
 
 AXIS, OUTER, INNER = EP, "ep_outer", "ep_inner"
 KEY = "strategy.expert"
-ROWS, COUNTS, OPERATION = "experts", "routing", "all_to_all"  # purposes: rows of tokens, and how many rows will come
+ROWS, COUNTS = "experts", "routing"  # purposes: rows of tokens, and how many rows will come, or scores
+OPERATION, GATHER = "all_to_all", "all_gather"
 CONTENTS = {
-    ROWS: "rows of tokens to their experts and back, then their gradients, of all microbatches",
-    COUNTS: "how many rows will come",
+    (OPERATION, ROWS): "rows of tokens to their experts and back, then their gradients, of all microbatches",
+    (OPERATION, COUNTS): "how many rows will come",
+    (GATHER, ROWS): "results of all tokens, which tp divides, and in backward gradients of these tokens",
+    (GATHER, COUNTS): "scores of all tokens, which tp divides",
 }
 EXPLAINED = (
     "The router of every rank chooses experts for its own tokens. An all-to-all brings each token's row to the rank of "
@@ -145,7 +148,7 @@ class AllToAllDispatcher(ExpertDispatcher):
 
         def rounds_of(block: BlockSpec, ranks: tuple[int, ...]) -> list[ExplainedRound]:
             by_row = calls_of(self.collectives((block,), plan), plan, ranks)
-            return [ExplainedRound(CONTENTS[calls[0].purpose], calls=calls) for calls in by_row]
+            return [ExplainedRound(CONTENTS[calls[0].operation, calls[0].purpose], calls=calls) for calls in by_row]
 
         sizes, source = self.explained
         return explanation_by_block("expert", self.kind, (f"{EXPLAINED} {sizes}", source), plan, AXIS, rounds_of)
@@ -182,13 +185,13 @@ def _over_tp(layers: list[BlockSpec], plan: Plan) -> list[Collective]:
     microbatches, again = plan.batch.microbatches, plan.recompute == "full"
     scores = plan.num_rows * plan.spec.experts * BYTES[plan.precision.accurate]
     calls = microbatches * sum(1 + (again and block.is_recomputed) for block in layers)
-    sent = [Collective(TP, "all_gather", COUNTS, calls, calls * scores)]
+    sent = [Collective(TP, GATHER, COUNTS, calls, calls * scores)]
     if not plan.tensor.sequence_parallel:
         rows = plan.num_rows * plan.spec.hidden * BYTES[plan.precision.compute]
         calls = microbatches * sum(
             2 + (again and block.is_recomputed and block.reads_sum(plan.dropout)) for block in layers
         )
-        sent.append(Collective(TP, "all_gather", ROWS, calls, calls * rows))
+        sent.append(Collective(TP, GATHER, ROWS, calls, calls * rows))
     return sent
 
 
