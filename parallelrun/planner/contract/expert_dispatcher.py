@@ -42,7 +42,7 @@ class ExpertDispatcher(AxisStrategy):
     @classmethod
     def resolve(cls, request: Request) -> Self:
         section = request.config.strategy.expert
-        return cls(section.chunks, section.group_size or 1, section.overlap, request.ep_spans_tp)
+        return cls(section.chunks, section.group_size or 1, section.overlap, request.ep_data_ranks < request.ep)
 
     @classmethod
     def choices(cls, dp: int, experts: int) -> list[int]:

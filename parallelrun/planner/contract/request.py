@@ -33,11 +33,6 @@ class Request:
         return self.dp * self.cp
 
     @property
-    def ep_spans_tp(self) -> bool:
-        """Whether groups of ep are taken over dp x cp x tp, of which each rank has complete experts."""
-        return self.config.strategy.expert.tp == 1 < min(self.ep, self.tp)
-
-    @property
     def ep_data_ranks(self) -> int:
-        """The ranks of dp x cp that a group of ep covers."""
-        return self.ep // self.tp if self.ep_spans_tp else self.ep
+        """The ranks of dp x cp that a group of ep covers, of which each has complete experts where ep spans tp, too."""
+        return self.ep // self.tp if self.config.strategy.expert.tp == 1 < self.ep else self.ep

@@ -43,13 +43,14 @@ def degree(config: Config, requested: int | None, degrees: Degrees, experts: int
             fix = " or ".join(fixes)
             problems.append(Problem(message, "ep" if (requested or 1) > 1 else "strategy", fix, kind="undefined"))
         return 1
+    possible = [n for n in divisors(gcd(ranks, experts)) if n % tp == 0]
     if requested is None:
         if not config.strategy.expert.fills:
             return 1
-        largest = max((n for n in divisors(gcd(ranks, experts)) if n % tp == 0), default=1)
+        largest = max(possible, default=1)
         degrees.filled.append(f"ep={largest} (filled: the largest that divides {of} {ranks} and {experts} experts)")
         return largest
-    legal = either("ep", nearest(requested, [n for n in divisors(gcd(ranks, experts)) if n > 1 and n % tp == 0] or [1]))
+    legal = either("ep", nearest(requested, [n for n in possible if n > 1] or [1]))
     violations = []
     if requested > 1 and requested % tp:
         message = f"{SPANS}: ep={requested} is not made of complete groups of tp={tp}; parts of them are not built"
@@ -110,11 +111,13 @@ def check(request: Request, strategy: type[DataStrategy]) -> list[Problem]:
 
 
 def joined(flattened: FlattenedDims, tensor: tuple[MeshDims, FlattenedDims]) -> FlattenedDims:
-    """The flattened dims of ep and dp, made of mesh dims alone, and those of tp. Where ep spans tp, it is said to be
-    `ep_dp` and tp."""
-    parts_of = dict(flattened) | {TP: tuple(name for name, _ in tensor[0])}
-    whole = ((axis, tuple(name for part in parts for name in parts_of.get(part, (part,)))) for axis, parts in flattened)
-    return (*whole, *tensor[1])
+    """The flattened dims of ep and dp, made of mesh dims alone, and those of tp, of which ep may be made."""
+    parts_of = dict((*flattened, *tensor[1]))
+
+    def mesh_dims(axis: str) -> tuple[str, ...]:
+        return tuple(name for part in parts_of[axis] for name in (mesh_dims(part) if part in parts_of else (part,)))
+
+    return (*((axis, mesh_dims(axis)) for axis, _ in flattened), *tensor[1])
 
 
 def split(
@@ -146,11 +149,8 @@ def is_of_experts(axis: str) -> bool:
 
 
 def replica_axis(layout: Layout, plan: Plan) -> str:
-    """The axis over which a parameter is replicated and its gradients are summed: `expert_dp` for experts that are
-    sharded over ranks of it, else `plan.data_axis`.
-
-    Gradients need no division: losses are sums, scaled by the global count before backward.
-    """
+    """The axis over which a parameter is replicated and its gradients are summed: `expert_dp` for experts sharded over
+    `plan.data_axis`, else that. Gradients need no division: losses are sums, scaled by the global count before."""
     return EXPERT + DP if plan.ep_data_ranks > 1 and EP in layout.axes else plan.data_axis
 
 

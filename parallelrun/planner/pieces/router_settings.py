@@ -124,9 +124,8 @@ def _groups(router: RouterConfig, experts: int) -> list[Problem]:
 
 
 def dispatcher(config: Config, spec: ModelSpec) -> type[ExpertDispatcher]:
-    """The expert dispatcher of a plan with ep > 1: as given, else ours that needs a capacity, or none.
-
-    Where ep spans tp, each of its ranks would send all capacity slots, of which it fills some."""
+    """The expert dispatcher of a plan with ep > 1: as given, else ours that needs a capacity, or none: not where ep
+    spans tp, because each of its ranks would send all capacity slots, of which it fills some."""
     if config.strategy.expert.kind:
         return expert_dispatcher(config.strategy.expert.kind)
     assert spec.router is not None

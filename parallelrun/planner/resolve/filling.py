@@ -50,9 +50,8 @@ def fill(
     filling = Filling(config, set_degrees, gpus, ep, degrees, num_problems)
     fills_gpus = target is None and device == "cuda" and bool(gpus)
     if ep > 1 and "dp" not in set_degrees and ("dp" not in filling.open_axes or not (fills_gpus or target)):
-        inside = filling.inside
-        set_degrees["dp"] = ep // gcd(ep, inside)
-        divided = "it" if inside == 1 else f"dp x {inside} ranks inside a replica"
+        set_degrees["dp"] = ep // gcd(ep, filling.inside)
+        divided = "it" if filling.inside == 1 else f"dp x {filling.inside} ranks of a replica"
         degrees.filled.append(f"dp={set_degrees['dp']} (filled: ep, which divides {divided})")
     filling.set(set_degrees)
     if fills_gpus:

@@ -100,20 +100,8 @@ class Bounds:
     def held_bytes(self, group: LegalGroup, data: DataStrategyConfig, several: bool) -> int:
         """Bytes that the fullest pp rank holds of the commonest block throughout a step, or fewer. several: a step has
         more than one microbatch."""
-        key = (
-            "held",
-            group.tp,
-            group.number,
-            group.ep,
-            group.expert.tp,
-            group.dp,
-            group.cp,
-            group.pp > 1,
-            several,
-            id(data),
-        )
-        splits = group.schedule.splits_backward
-        return self.fullest(group)[1] * once(self._cache, (key, splits), lambda: self._held(group, data, several))
+        key = "held", tensor_of(group), group.dp, group.pp > 1, several, id(data)
+        return self.fullest(group)[1] * once(self._cache, key, lambda: self._held(group, data, several))
 
     def kept_bytes(self, group: LegalGroup, micro_batch: int, recompute: str) -> tuple[int, int]:
         """Bytes that the commonest block keeps of one microbatch for backward, and what its backward pass needs besides
@@ -142,8 +130,8 @@ class Bounds:
         strategy = data_strategy(data.kind).resolve(request)
         context = plan.context.mesh_dims(request) if plan.context else None
         ep = plan.expert.mesh_dims(request) if plan.expert else ((), ())
-        axes = strategy.mesh_dims(request.num_data_ranks), context, ep, plan.tensor.mesh_dims(request)
-        mesh = context_axes.mesh_shape(2, *axes)
+        of_data, of_tensor = strategy.mesh_dims(request.num_data_ranks), plan.tensor.mesh_dims(request)
+        mesh = context_axes.mesh_shape(2, of_data, context, ep, of_tensor)
         batch = BatchSizes(plan.batch.global_batch, plan.batch.micro_batch, 1 + several)
         # of one block on its own: where pp=1, the last one's weights stay gathered
         changed = replace(plan, data=strategy, mesh=mesh, batch=batch, stages=(Stage(0, 0, (self._commonest,)),))

@@ -104,7 +104,7 @@ class Legal:
         for pp, dp, cp, tp in self.space.degrees(self.spec):
             sizes = tuple(self.space.micro_batches(dp, self.spec))
             datas = tuple(self._sections.setdefault(repr(data), data) for data in self.space.datas(dp * cp, pp, tp))
-            for ep, expert in self.space.experts(dp * cp, tp, self.spec):
+            for ep, expert in self.space.experts(dp, cp, tp, self.spec):
                 for (number, tensor), pipeline in product(enumerate(self._tensors(tp)), self._pipelines(pp)):
                     legal = self._legal(LegalGroup(pp, dp, tp, ep, number, tensor, expert, *pipeline, sizes, datas, cp))
                     if legal is not None:

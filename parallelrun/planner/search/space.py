@@ -90,7 +90,7 @@ class Space:
     def candidates(self, spec: ModelSpec) -> Iterator[Choice]:
         """All of them, legal or not."""
         for pp, dp, cp, tp in self.degrees(spec):
-            for ep, expert in self.experts(dp * cp, tp, spec):
+            for ep, expert in self.experts(dp, cp, tp, spec):
                 for tensor in self.tensors(tp):
                     for pipeline in self.pipelines(pp, spec):
                         for data in self.datas(dp * cp, pp, tp):
@@ -104,7 +104,7 @@ class Space:
         number, tensors, pipelines = 0, cache(self.tensors), cache(lambda pp: self.pipelines(pp, spec))
         for pp, dp, cp, tp in self.degrees(spec):
             of_data = len(self.micro_batches(dp, spec)) * len(self.datas(dp * cp, pp, tp))
-            shapes = len(self.experts(dp * cp, tp, spec)) * len(tensors(tp)) * len(pipelines(pp))
+            shapes = len(self.experts(dp, cp, tp, spec)) * len(tensors(tp)) * len(pipelines(pp))
             number += of_data * shapes * len(self.recomputes())
             if number > most:
                 return False
@@ -140,24 +140,25 @@ class Space:
         """Whether the user has set what only a pipeline reads."""
         return any(key.startswith("strategy.pipeline.") for key in self.given)
 
-    def experts(self, dp: int, tp: int, spec: ModelSpec) -> list[tuple[int, ExpertConfig]]:
-        """(ep, how experts are split): ep over dp, and, unless the user has said it, over dp x tp.
+    def experts(self, dp: int, cp: int, tp: int, spec: ModelSpec) -> list[tuple[int, ExpertConfig]]:
+        """(ep, how experts are split): ep over dp x cp, and, unless the user has said it, over dp x cp x tp.
 
-        Of two with equal parts of experts on a rank, only the latter is tried if no slots are sent: the ranks of tp
-        divide the tokens then, which else each of them sends to its part of every expert.
+        Of two with equal parts of experts on a rank, only the latter is tried if no empty slots are sent: the ranks of
+        tp divide the tokens, which else each of them sends to its part of every expert.
         """
-        ep, base = self.folded.ep, self.folded.strategy.expert
-        if not spec.experts:
+        ep, base, router = self.folded.ep, self.folded.strategy.expert, spec.router
+        if not spec.experts or router is None:
             return [(ep or 1, base)]
-        spanning = replace(base, tp=1)
-        folded = replace(self.folded, strategy=replace(self.folded.strategy, expert=spanning))
-        dispatcher = routing.dispatcher(folded, spec)
-        over_dp, over_tp = ([ep] if ep else dispatcher.choices(ranks, spec.experts) for ranks in (dp, dp * tp))
-        over_tp = [n for n in over_tp if tp > 1 and n % tp == 0 and base.tp in (None, 1)]
+        whole = replace(base, tp=1)
+        dispatcher = routing.dispatcher(
+            replace(self.folded, strategy=replace(self.folded.strategy, expert=whole)), spec
+        )
+        over_dp, over_tp = ([ep] if ep else dispatcher.choices(n, spec.experts) for n in (dp * cp, dp * cp * tp))
+        spans = tp > 1 and base.tp in (None, 1) and not router.is_own and spec.seq % (cp * tp) == 0
+        over_tp = [n for n in over_tp if spans and n % tp == 0]
         if not (ep or dispatcher.needs_capacity):
             over_dp = [n for n in over_dp if n == 1 or n * tp not in over_tp]
-        of_dp = [(n, base) for n in over_dp if base.tp != 1 or tp == 1]
-        return [*of_dp, *((n, spanning) for n in over_tp)]
+        return [*((n, base) for n in over_dp if base.tp != 1 or tp == 1), *((n, whole) for n in over_tp)]
 
     def tensors(self, tp: int) -> list[TensorStrategyConfig]:
         """The tensor layouts of tp ranks. A single rank has the preset's own."""

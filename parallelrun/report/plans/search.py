@@ -200,10 +200,9 @@ def _keys(shown: Sequence[Found]) -> list[str]:
 
 
 def _label(key: str) -> str:
-    """`strategy.data.kind` -> data; `strategy.tensor.sequence_parallel` -> sequence_parallel; `strategy.expert.tp` ->
-    expert.tp, because another key has its last name."""
+    """`strategy.data.kind` -> data; `strategy.tensor.sequence_parallel` -> sequence_parallel; expert.tp is no tp."""
     *sections, last = key.split(".")
-    return sections[-1] if last == "kind" else ".".join([*sections[1:], last]) if last in DEGREES else last
+    return sections[-1] if last == "kind" else key.removeprefix("strategy.") if last in DEGREES else last
 
 
 def _setting(plan: Found, key: str, config: Config) -> str:

@@ -83,15 +83,12 @@ class AllToAllDispatcher(ExpertDispatcher):
     @classmethod
     def mesh_dims(cls, request: Request) -> tuple[MeshDims, FlattenedDims]:
         """One axis, or inner groups and the axis between them; where ep spans tp, their parts in dp x cp."""
-        inner, spanned = request.config.strategy.expert.group_size, request.ep // request.ep_data_ranks
-        if spanned > 1:
-            outer = ((OUTER, request.ep // inner),) if inner else ()
-            parts = (*(name for name, _ in outer), EP_DP, TP)
-            of_inner = ((INNER, (EP_DP, TP)),) if inner else ()
-            return (*outer, (EP_DP, (inner or request.ep) // spanned)), ((AXIS, parts), *of_inner)
-        if inner is None:
-            return ((AXIS, request.ep),), ()
-        return ((OUTER, request.ep // inner), (INNER, inner)), ((AXIS, (OUTER, INNER)),)
+        size, spanned = request.config.strategy.expert.group_size, request.ep // request.ep_data_ranks
+        outer, both = (((OUTER, request.ep // size),), ((AXIS, (OUTER, INNER)),)) if size else ((), ())
+        axis, size = INNER if size else AXIS, size or request.ep
+        if spanned == 1:
+            return (*outer, (axis, size)), both
+        return (*outer, (EP_DP, size // spanned)), ((axis, (EP_DP, TP)), *both)
 
     @abstractmethod
     def rows(self, plan: Plan) -> tuple[Rows, ...]:
@@ -182,36 +179,34 @@ def _kept(num_ranks: int, num_experts: int, plan: Plan) -> Rows:
 
 def _over_tp(layers: list[BlockSpec], plan: Plan) -> list[Collective]:
     """What the ranks of tp gather that divide the tokens of these layers. layers: the block of each."""
-    microbatches, again = plan.batch.microbatches, plan.recompute == "full"
+    repeated = [block for block in layers if plan.recompute == "full" and block.is_recomputed]
+    calls = plan.batch.microbatches * (len(layers) + len(repeated))
     scores = plan.num_rows * plan.spec.experts * BYTES[plan.precision.accurate]
-    calls = microbatches * sum(1 + (again and block.is_recomputed) for block in layers)
     sent = [Collective(TP, GATHER, COUNTS, calls, calls * scores)]
     if not plan.tensor.sequence_parallel:
+        again = sum(block.reads_sum(plan.dropout) for block in repeated)
+        calls = plan.batch.microbatches * (2 * len(layers) + again)
         rows = plan.num_rows * plan.spec.hidden * BYTES[plan.precision.compute]
-        calls = microbatches * sum(
-            2 + (again and block.is_recomputed and block.reads_sum(plan.dropout)) for block in layers
-        )
         sent.append(Collective(TP, GATHER, ROWS, calls, calls * rows))
     return sent
 
 
 def _check_tensor(request: Request) -> list[Problem]:
     """An expert is split by all of tp or by none of it, whose ranks then divide the tokens of every sequence."""
-    key, degree, tp = f"{KEY}.tp", request.config.strategy.expert.tp, request.tp
-    if degree is not None and degree not in (1, tp):
-        message = f"{key}={degree}: an expert is split over all of tp={tp} or over none of its ranks"
-        return [Problem(message, key, f"{key}=1 or leave {key} out", kind="not_built")]
-    if not request.ep_spans_tp:
-        return []
-    if has_own_router(request.spec):
-        message = f"{key}=1: the tokens of experts of somebody else's module are not divided over tp={tp}"
-        return [Problem(message, key, f"leave {key} out", kind="not_built")]
-    parts, seq = tp * request.cp, request.spec.seq
-    if seq % parts == 0:
-        return []
-    shared = f"tp={tp}" + f" x cp={request.cp}" * (request.cp > 1)
-    message = f"model.seq={seq} is not divisible by {shared}, over which {key}=1 divides the tokens of a sequence"
-    return [Problem(message, key, f"model.seq={-(-seq // parts) * parts} or leave {key} out", kind="arithmetic")]
+    key, tp, seq = f"{KEY}.tp", request.tp, request.spec.seq
+    said, fix, parts = f"{key}={request.config.strategy.expert.tp}", f"leave {key} out", tp * request.cp
+    spans = request.ep_data_ranks < request.ep
+    if request.config.strategy.expert.tp not in (None, 1, tp):
+        message = f"{said}: an expert is split over all of tp={tp} or over none of its ranks"
+        return [Problem(message, key, f"{key}=1 or {fix}", kind="not_built")]
+    if spans and has_own_router(request.spec):
+        message = f"{said}: the tokens of experts of somebody else's module are not divided over tp={tp}"
+        return [Problem(message, key, fix, kind="not_built")]
+    if spans and seq % parts:
+        of = f"tp={tp}" + f" x cp={request.cp}" * (request.cp > 1)
+        message = f"model.seq={seq} is not divisible by {of}, over which {said} divides the tokens of a sequence"
+        return [Problem(message, key, f"model.seq={-(-seq // parts) * parts} or {fix}", kind="arithmetic")]
+    return []
 
 
 def _check_chunks(request: Request) -> list[Problem]:

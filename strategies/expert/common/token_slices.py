@@ -14,7 +14,6 @@ from torch import Tensor
 from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group
 from parallelrun.models.autograd import apply
-from parallelrun.models.layers import ExpertInput, ExpertOutput
 from parallelrun.models.local_tokens import SomeTokens
 from parallelrun.models.moe.layer import MoE
 from parallelrun.models.moe.shared_groups import SharedGroups
@@ -31,7 +30,7 @@ class _Slices(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, gathers: bool) -> Tensor:
         ctx.group, ctx.gathers = group, gathers
-        return _gathered(x, group) if gathers else _sliced(x, group)
+        return (_gathered if gathers else _sliced)(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -47,28 +46,6 @@ def _gathered(x: Tensor, group: Group) -> Tensor:
     return comm.all_gather(x, group, ROWS, SEQUENCE_DIM)
 
 
-class SlicedInput(ExpertInput):
-    """x (batch, seq, hidden), equal on all ranks -> this rank's slice."""
-
-    def __init__(self, compute_dtype: torch.dtype, group: Group):
-        super().__init__(compute_dtype)
-        self.group = group
-
-    def forward(self, x: Tensor) -> Tensor:
-        return apply(_Slices, super().forward(x), self.group, False)
-
-
-class GatheredOutput(ExpertOutput):
-    """The rows of this rank's slice -> (batch, seq, hidden), equal on all ranks."""
-
-    def __init__(self, compute_dtype: torch.dtype, group: Group):
-        super().__init__(compute_dtype)
-        self.group = group
-
-    def forward(self, x: Tensor, num_samples: int) -> Tensor:
-        return apply(_Slices, super().forward(x, num_samples), self.group, True)
-
-
 def divide(layer: MoE, group: Group, num_tokens: int, has_slices: bool) -> None:
     """Let each rank of `group` route and send its slice of every sequence, of which it holds num_tokens.
 
@@ -80,5 +57,5 @@ def divide(layer: MoE, group: Group, num_tokens: int, has_slices: bool) -> None:
     own = router.local_tokens.indices(size, torch.device("cpu"), slices[group.index].start)
     router.local_tokens = SomeTokens(own.tolist())
     if not has_slices:
-        layer.enter = SlicedInput(layer.enter.compute_dtype, group)
-        layer.leave = GatheredOutput(layer.leave.compute_dtype, group)
+        layer.enter.register_forward_hook(lambda _, inputs, x: apply(_Slices, x, group, False))
+        layer.leave.register_forward_hook(lambda _, inputs, y: apply(_Slices, y, group, True))

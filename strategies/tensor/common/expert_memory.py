@@ -16,16 +16,7 @@ them. By which indices it reorders them is predicted by itself.
 from __future__ import annotations
 
 from parallelrun.base.precision import BYTES
-from parallelrun.models.moe.memory import (
-    expert_width,
-    num_assignments,
-    num_groups,
-    num_kept,
-    num_own,
-    num_sharing,
-    router_of,
-    row_bytes,
-)
+from parallelrun.models.moe import memory as rows
 from parallelrun.planner.contract.parameters import element_bytes
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.tensor_strategy import LayerBackward
@@ -41,8 +32,8 @@ def input_bytes(block: BlockSpec, plan: Plan) -> int:
     """Return the bytes of the router's saved input: a tensor of its own where sequences were gathered or sliced, or
     where the input is widened or jittered; else the norm's output, which is counted elsewhere."""
     compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
-    own = num_own(plan) * plan.spec.hidden * accurate
-    if router_of(plan).jitter > 0.0:
+    own = rows.num_own(plan) * plan.spec.hidden * accurate
+    if rows.router_of(plan).jitter > 0.0:
         return 2 * own
     if compute != accurate or plan.tensor.sequence_parallel != plan.ep_spans_tp:
         return own
@@ -54,7 +45,7 @@ def input_bytes(block: BlockSpec, plan: Plan) -> int:
 
 def routing_bytes(plan: Plan) -> int:
     """Scores, choices and what the auxiliary losses read."""
-    spec, router, tokens = plan.spec, router_of(plan), plan.num_rows
+    spec, router, tokens = plan.spec, rows.router_of(plan), plan.num_rows
     accurate, scores = BYTES[plan.precision.accurate], tokens * spec.experts
     saved = scores * accurate
     if router.score == "softmax" or router.z_coefficient:
@@ -62,22 +53,22 @@ def routing_bytes(plan: Plan) -> int:
     if router.score != "softmax" and router.aux_coefficient:
         saved += 2 * tokens * accurate  # sums over experts
     if router.aux_coefficient:
-        saved += num_groups(plan) * spec.experts * accurate
+        saved += rows.num_groups(plan) * spec.experts * accurate
     if router.z_coefficient:
         saved += tokens * accurate
-    if num_sharing(plan) > 1:
-        saved += num_assignments(plan) * MASK  # whether a token is one's own
+    if rows.num_sharing(plan) > 1:
+        saved += rows.num_assignments(plan) * MASK  # whether a token is one's own
     return saved + _choices(plan)
 
 
 def _choices(plan: Plan) -> int:
-    router, tokens, accurate = router_of(plan), plan.num_rows, BYTES[plan.precision.accurate]
+    router, tokens, accurate = rows.router_of(plan), plan.num_rows, BYTES[plan.precision.accurate]
     if router.kind == "expert_choice":
-        return num_assignments(plan) * INDEX * (1 if router.renormalise == "none" else 2)
+        return rows.num_assignments(plan) * INDEX * (1 if router.renormalise == "none" else 2)
     saved = tokens * router.top_k * INDEX
     if router.top_k > 1 and router.renormalise != "none":
         saved += tokens * (router.top_k + 2) * accurate
-    group = tokens // num_groups(plan)
+    group = tokens // rows.num_groups(plan)
     refuses = router.capacity(group, plan.spec.experts) < group
     refuses |= router.kind == "gshard" and router.second_expert == "random"
     return saved + (tokens * router.top_k * MASK if refuses else 0)
@@ -94,12 +85,12 @@ def as_computed(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
 def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> tuple[LayerBackward, ...]:
     """The passes of a layer of experts, in forward order: rows and the first products, the activation, the last
     product, combining. waiting: bytes of the gradients that go past the layer."""
-    own, compute = num_kept(plan), BYTES[plan.precision.compute]
+    own, compute = rows.num_kept(plan), BYTES[plan.precision.compute]
     count = plan.expert.num_computed(plan) if plan.expert else own
-    indices = (2 * own + num_assignments(plan) + num_own(plan)) * INDEX
+    indices = (2 * own + rows.num_assignments(plan) + rows.num_own(plan)) * INDEX
     rows_bytes = count * plan.spec.hidden * compute
-    inside = count * expert_width(layer, plan) * compute
-    between = count * row_bytes(layer, block, plan) - 2 * rows_bytes  # of the activation's input and result
+    inside = count * rows.expert_width(layer, plan) * compute
+    between = count * rows.row_bytes(layer, block, plan) - 2 * rows_bytes  # of the activation's input and result
     result = 0 if activates_again(block, plan) else inside
     *opening, closing = (local_numel(parameter, plan) // plan.mesh.size("ep") for parameter in layer.parameters)
     stored = element_bytes(layer.parameters[0], plan)
