@@ -176,11 +176,6 @@ class Plan:
         """The ranks of tp that split an expert."""
         return 1 if self.ep_spans_tp else self.mesh.size("tp")
 
-    @cached_property
-    def ep_data_ranks(self) -> int:
-        """The ranks of dp x cp that a group of ep covers."""
-        return self.mesh.size("ep") * self.expert_tp // self.mesh.size("tp")
-
     @property
     def seq(self) -> int:
         """The positions of a sequence that a rank holds, before sequence parallel divides them."""

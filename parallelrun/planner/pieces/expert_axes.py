@@ -22,7 +22,7 @@ from parallelrun.planner.model import definitions
 
 EP, DP, TP, EXPERT = "ep", "dp", "tp", "expert_"
 SPANS = "strategy.expert.tp=1"
-EP_DP = "ep_dp"  # the part of ep that lies in dp x cp, where ep spans tp
+EP_DP = "ep_dp"  # the part of ep (on two levels, of ep_inner) that lies in dp x cp, where ep spans tp
 
 
 def degree(config: Config, requested: int | None, degrees: Degrees, experts: int, problems: list[Problem]) -> int:
@@ -148,10 +148,15 @@ def is_of_experts(axis: str) -> bool:
     return axis.partition("_")[0] in (EP, EXPERT.rstrip("_"))
 
 
+def num_data_ranks(plan: Plan) -> int:
+    """The ranks of dp x cp that a group of ep covers."""
+    return plan.mesh.size(EP) * plan.expert_tp // plan.mesh.size(TP)
+
+
 def replica_axis(layout: Layout, plan: Plan) -> str:
     """The axis over which a parameter is replicated and its gradients are summed: `expert_dp` for experts sharded over
     `plan.data_axis`, else that. Gradients need no division: losses are sums, scaled by the global count before."""
-    return EXPERT + DP if plan.ep_data_ranks > 1 and EP in layout.axes else plan.data_axis
+    return EXPERT + DP if plan.expert and num_data_ranks(plan) > 1 and EP in layout.axes else plan.data_axis
 
 
 def axis_views(plan: Plan) -> dict[str, str]:
