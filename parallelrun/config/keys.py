@@ -56,6 +56,7 @@ _NAMES_ELSEWHERE = {
     "model.vocab": "vocab_size",
     "cp": "context_parallel_size",
     "ep": "expert_parallel_size",
+    "strategy.expert.tp": "expert_tp expert_tensor_parallel_size",
     "checkpoint.every": "save_interval save_steps",
     "eval.every": "eval_interval eval_steps",
     "resume": "resume_from_checkpoint",

@@ -177,7 +177,7 @@ class HeadNorm(HiddenNorm):
 
 class SharedInput(RoleLayer):
     """x (batch, seq, features), unchanged, before what a tensor strategy splits by something else than features of a
-    linear layer: the input of router and experts, and the key that all heads of latent attention share.
+    linear layer: the key that all heads of latent attention share, and, as `ExpertInput`, that of router and experts.
 
     A tensor strategy gathers a split sequence here, and sums the gradients of split experts or heads.
     """
@@ -186,6 +186,12 @@ class SharedInput(RoleLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(x, self.compute_dtype)
+
+
+class ExpertInput(SharedInput):
+    """The input of router and experts."""
+
+    layer_role = "expert_input"
 
 
 class ExpertOutput(RoleLayer):

@@ -6,13 +6,13 @@ from parallelrun.distributed.mesh import Mesh
 from parallelrun.models.local_tokens import SomeTokens, hold
 from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.models.moe.router import Router
+from parallelrun.models.moe.shared_groups import SharedGroups
 from parallelrun.models.network import Network
 from parallelrun.planner.contract.plan import Plan
 
 from .blockwise_plan import AXIS, BlockwiseContext
 from .layers import ContextAttention
 from .plan import GatheredAttention
-from .routing import SharedGroups
 from .transports import GatherTransport, RingTransport
 
 

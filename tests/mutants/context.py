@@ -85,7 +85,7 @@ def window_of_one_key_more() -> None:
 
 def routing_groups_of_own_tokens() -> None:
     """Capacity and losses of balance count the tokens of one rank."""
-    from parallelrun.strategies.context.routing import SharedGroups
+    from parallelrun.models.moe.shared_groups import SharedGroups
 
     SharedGroups.gathered = lambda self, logits: logits
     SharedGroups.own = lambda self, routing: routing

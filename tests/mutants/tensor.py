@@ -90,7 +90,7 @@ def _not_summed(role: str) -> None:
 
 
 def entered_without_summing_gradients() -> None:
-    layers.PARALLEL_LAYERS.pop(single_device.SharedInput)
+    layers.PARALLEL_LAYERS.pop(single_device.ExpertInput)
 
 
 def left_without_summing() -> None:

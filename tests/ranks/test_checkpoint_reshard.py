@@ -40,7 +40,7 @@ DENSE = {
     "cube": {"layout": "3d", "tp": 8},
 }
 # A model with experts, spread over ep = 1, 2 and 4, in one level and in two, split further (whole ones, or inside of
-# every one), with tp, with pp.
+# every one), with tp, over tp, with pp.
 EXPERTS = {"model.experts": 4, "model.layers": 2}
 SPREAD = {
     "experts_ep1": {"dp": 2},
@@ -49,6 +49,8 @@ SPREAD = {
     "experts_ep2_zero1": {"dp": 4, "ep": 2, "strategy.data.kind": "zero1"},
     "experts_ep4_fsdp": {"dp": 8, "ep": 4, "strategy.data.kind": "fsdp"},
     "experts_ep2_tp2": {"dp": 2, "ep": 2, "tp": 2},
+    "experts_over_tp": {"tp": 2, "ep": 2, "dp": 2, "strategy.expert.tp": 1, "strategy.data.kind": "zero1"},
+    "experts_over_dp_x_tp": {"tp": 2, "ep": 4, "dp": 4, "strategy.expert.tp": 1, "strategy.data.kind": "fsdp"},
     "experts_ep2_pp2": {"dp": 2, "ep": 2, "pp": 2},
     "experts_one": {},
 }
@@ -58,7 +60,8 @@ if not FULL:
 PLANS = {**DENSE, **SPREAD}
 # besides those of `sources`: from 3D to one device, 1D and 2D, and back; from whole experts to parts of every one
 BETWEEN_LAYOUTS = {"cube": ("one", "tp4", "grid"), "one": ("cube",), "tp4": ("cube", "grid"), "grid": ("cube", "tp4")}
-BETWEEN_LAYOUTS |= {"experts_ep4_fsdp": ("experts_ep2_zero1",)}
+BETWEEN_LAYOUTS |= {"experts_ep4_fsdp": ("experts_ep2_zero1",), "experts_over_dp_x_tp": ("experts_ep2_tp2",)}
+BETWEEN_LAYOUTS |= {"experts_ep2_tp2": ("experts_over_dp_x_tp",)}
 
 
 def overrides(name):

@@ -162,6 +162,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "adasum, highest when updates are combined": FEW | data("horovod", reduction="adasum"),
     "moe ep dropless": MOE | data("ddp") | {"ep": 2, "strategy.expert.kind": "dropless"},
     "moe tp sequence": MOE | {"tp": 2} | SEQUENCE,
+    "moe, ep over tp": MOE | {"tp": 2, "ep": 2, "strategy.expert.tp": 1},
+    "moe, ep over tp, full": MOE | {"tp": 2, "ep": 2, "strategy.expert.tp": 1} | FULL,
+    "moe, ep over dp x tp, sequence": MOE | data("zero1") | {"tp": 2, "ep": 4, "strategy.expert.tp": 1} | SEQUENCE,
     "tp sequence selective bf16": GPT | {"tp": 2} | SEQUENCE | SELECTIVE | BF16,
     # Experts' gradients of activations, and shared experts that forward computes before the others.
     "moe fsdp, shared experts": MOE

@@ -34,6 +34,8 @@ ROUTED = {
     "tp": 2, "model.layers": 1, "model.experts": 4, "model.expert_period": 1, "model.router.kind": "gshard",
     "model.router.top_k": 2, "model.router.aux_coefficient": 0.3,
 }  # fmt: skip
+SPANS = {**ROUTED, "ep": 2, "strategy.expert.tp": 1, "optimizer.clip": 0.05}
+SLICES, COPIES = {**SPANS, "strategy.tensor.sequence_parallel": True}, {**SPANS, "dp": 2}
 GRID = {**BASE, **ONE_LAYER, "verify.steps": 1}
 SQUARE_GRID, CP = {**GRID, **SQUARE}, {"cp": 2}
 ADAPTED = {**MODULE, **LORA}
@@ -96,6 +98,19 @@ PLANTED: list[tuple[str, Overrides]] = [
     ("entered_without_summing_gradients", ROUTED),
     ("left_without_summing", ROUTED),
     ("auxiliary_loss_of_every_rank", ROUTED),
+    ("router_gradients_not_summed", SPANS),
+    ("router_gradients_not_summed", SLICES),
+    ("rows_dispatched_by_every_rank_of_tp", SPANS),
+    ("expert_gradients_summed_over_tp", SPANS),
+    ("expert_gradients_summed_over_tp", SLICES),
+    ("expert_gradients_not_summed", COPIES),
+    ("expert_gradients_ep_times_too_large", COPIES),
+    ("slice_of_another_rank", SPANS),
+    ("gradients_of_gathered_results_summed", SPANS),
+    ("gradients_of_slices_not_gathered", SPANS),
+    ("jitter_of_the_first_slice", {**SLICES, "model.router.jitter": 0.1}),
+    ("routing_groups_of_own_tokens", SPANS),
+    ("auxiliary_loss_of_every_rank", SPANS),
     ("depth_not_summed", {**GRID, **DEEP}),
     ("rows_of_norms_not_summed", SQUARE_GRID),
     ("positions_not_summed", SQUARE_GRID),
@@ -129,7 +144,7 @@ def test_a_planted_bug_is_caught_by_the_verdict(mutant: str, overrides: Override
 
 
 @pytest.mark.parametrize(
-    "overrides", [DP, TP, PP, SEQUENCE, DATA_FSDP, BOTH, ROUTED, {**SQUARE_GRID, **DROPS}], ids=str
+    "overrides", [DP, TP, PP, SEQUENCE, DATA_FSDP, BOTH, ROUTED, SPANS, COPIES, {**SQUARE_GRID, **DROPS}], ids=str
 )
 def test_the_same_plan_without_a_bug_passes(overrides: Overrides) -> None:
     assert_equal(parity(overrides))  # the other plans: cells of the parity tests

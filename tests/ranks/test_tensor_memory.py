@@ -154,6 +154,27 @@ def test_saved_bytes_of_dispatched_experts_are_those_of_the_formulas(kind):
         assert abs(saved - predicted) <= SCALARS, (case, saved, predicted)
 
 
+SPANS = {**CHOICE, "dp": 2, "tp": 2, "strategy.expert.tp": 1}
+SLICES = [
+    {},
+    SEQUENCE,
+    {"model.router.jitter": 0.1, "model.activation": "swiglu"},
+    SEQUENCE | BF16,
+    SEQUENCE | {"model.shared_experts": 1},
+    SEQUENCE | APART | {"model.shared_experts": 1},
+    {"model.router.kind": "top_k", "strategy.expert.kind": "dropless"},
+]
+
+
+@pytest.mark.parametrize("kind", ["capacity", "dropless"])
+def test_saved_bytes_of_experts_over_dp_x_tp_are_those_of_the_formulas(kind):
+    """Added up over ranks: of the rows of a group, a rank has those of its own tokens."""
+    cases = [{**SPANS, "strategy.expert.kind": kind, **case} for case in SLICES]
+    for case, of_ranks in zip(cases, zip(*run_ranks(4, saved_by_blocks, cases), strict=True), strict=True):
+        saved, predicted = map(sum, zip(*(blocks["layers.0"] for blocks in of_ranks)))
+        assert abs(saved - predicted) <= 4 * SCALARS, (case, saved, predicted)
+
+
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_a_recomputed_block_holds_what_the_formula_says(mode):
     changes = [{}, BF16, {"model.activation": "relu"}, llama() | BF16]

@@ -70,9 +70,10 @@ class PipelineConfig:
 class ExpertConfig:
     """Expert parallelism. Every dispatcher reads these keys."""
 
-    kind: str | None = key(None, "expert dispatcher, capacity or dropless; null: capacity if the router has a capacity")
+    kind: str | None = key(None, "capacity or dropless; null: capacity if the router has one and tp splits experts")
     fills: bool = key(False, "if ep is not set, use the largest divisor of dp that divides the number of experts")
     chunks: int = key(1, "number of parts of a microbatch, whose all-to-all overlaps with computation", least=1)
+    tp: int | None = key(None, "tp ranks that split an expert; null: all; 1: none, and ep spans dp x tp", least=1)
     group_size: int | None = key(None, "ep ranks per inner group of a hierarchical all-to-all; null: flat", least=1)
     overlap: bool = key(True, "compute the shared expert during the all-to-all")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parallelrun.models.autograd import apply
-from parallelrun.models.layers import ExpertOutput, SharedInput, TensorModule
+from parallelrun.models.layers import ExpertInput, ExpertOutput, TensorModule
 from parallelrun.models.moe import rows
 from parallelrun.models.moe import spec as sizes
 from parallelrun.models.moe.experts import Experts
@@ -69,7 +69,7 @@ class MoE(TensorModule):
     def __init__(self, name: str, make: LayerFactory, router: RouterSpec):
         super().__init__()
         model = make.model
-        self.enter = SharedInput(make.dtype)
+        self.enter = ExpertInput(make.dtype)
         self.router = Router(model.hidden, model.experts, router, make.seed, f"{name}.router", make.dtype)
         self.experts = Experts(model.experts, model.hidden, sizes.expert_ffn(model), model.activation, make.dtype)
         self.leave = ExpertOutput(make.dtype)

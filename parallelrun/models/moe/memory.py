@@ -1,8 +1,8 @@
 """How many rows the experts of a layer compute, and what each row keeps for backward.
 
 A row is one assignment of a token to an expert that is kept. Routing groups are of whole samples: where several ranks
-share a sequence, each of them lists the assignments of all tokens and keeps those of its own. The tensor strategy
-counts the rows of a rank that has all experts, the expert dispatcher those that arrive from other ranks.
+(of cp; of tp, where ep spans it) share a sequence, each of them lists the assignments of all tokens and keeps those of
+its own. The expert dispatcher says how many arrive from other ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,17 @@ def num_assignments(plan: Plan) -> int:
 
 def num_kept(plan: Plan) -> int:
     """Return the rows of a microbatch under an even load: one per choice, at most one per capacity slot."""
-    return min(num_assignments(plan), num_slots(plan)) // plan.mesh.size("cp")
+    return min(num_assignments(plan), num_slots(plan)) // num_sharing(plan)
+
+
+def num_sharing(plan: Plan) -> int:
+    """Return the ranks that share the tokens of a microbatch, each of which sends its own to experts."""
+    return plan.mesh.size("cp") * plan.mesh.size("tp") // plan.expert_tp
+
+
+def num_own(plan: Plan) -> int:
+    """Return the tokens of a microbatch that a rank sends to experts."""
+    return _num_tokens(plan) // num_sharing(plan)
 
 
 def _num_tokens(plan: Plan) -> int:
@@ -51,7 +61,7 @@ def _num_tokens(plan: Plan) -> int:
 def expert_width(layer: LayerSpec, plan: Plan) -> int:
     """Return the features inside an expert that a rank has."""
     weight = layer.parameters[0]
-    return weight.shape[inside_dim(weight)] // plan.mesh.size("tp")
+    return weight.shape[inside_dim(weight)] // plan.expert_tp
 
 
 def row_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:

@@ -81,7 +81,7 @@ def moe_layers(name: str, model: ModelConfig, residual: Initialiser) -> tuple[La
     if model.shared_experts:
         shared = transformer.up_and_down(f"{name}.shared", model, shared_ffn(model), normal, residual)
     return (
-        LayerSpec(f"{name}.enter", "shared_input", hidden, hidden),
+        LayerSpec(f"{name}.enter", "expert_input", hidden, hidden),
         LayerSpec(f"{name}.router", "router", hidden, experts, tuple(router)),
         LayerSpec(f"{name}.experts", "expert", hidden, hidden, weights),
         LayerSpec(f"{name}.leave", "expert_output", hidden, hidden),

@@ -27,7 +27,8 @@ class ExpertDispatcher(AxisStrategy):
     config_class: its keys of `strategy.expert`. needs_capacity: it refuses routers without a
     capacity per expert. chunks: parts of a microbatch's routing groups that are dispatched one after the other.
     group_size: ranks of an inner group of the two-level all-to-all, 1 for one level. overlap: all-to-alls overlap the
-    shared expert and other chunks.
+    shared expert and other chunks. spans_tp: ep is taken over dp x cp x tp: experts are complete, and the ranks of tp
+    divide the tokens (Megatron's expert tensor parallel size 1).
     """
 
     config_class: ClassVar[type[ExpertConfig]] = ExpertConfig
@@ -36,11 +37,12 @@ class ExpertDispatcher(AxisStrategy):
     chunks: int = 1
     group_size: int = 1
     overlap: bool = True
+    spans_tp: bool = False
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
         section = request.config.strategy.expert
-        return cls(section.chunks, section.group_size or 1, section.overlap)
+        return cls(section.chunks, section.group_size or 1, section.overlap, request.ep_data_ranks < request.ep)
 
     @classmethod
     def choices(cls, dp: int, experts: int) -> list[int]:
@@ -59,6 +61,10 @@ class ExpertDispatcher(AxisStrategy):
     def exchange_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Return the bytes beside those that are saved while the second all-to-all of a block's forward pass runs."""
         return 0
+
+    @abstractmethod
+    def num_computed(self, plan: Plan) -> int:
+        """Return the rows that a rank's experts compute of one microbatch, empty slots included, under an even load."""
 
     @abstractmethod
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:

@@ -177,6 +177,16 @@ class Plan:
         return "dp" if self.sums_context_first else self.count_axis
 
     @property
+    def ep_spans_tp(self) -> bool:
+        """Whether the ranks of tp have complete experts, and divide the tokens that they send to experts."""
+        return bool(self.expert and self.expert.spans_tp)
+
+    @property
+    def expert_tp(self) -> int:
+        """The ranks of tp that split an expert."""
+        return 1 if self.ep_spans_tp else self.mesh.size("tp")
+
+    @property
     def seq(self) -> int:
         """The positions of a sequence that a rank holds, before sequence parallel divides them."""
         return self.spec.seq // self.mesh.size("cp")

@@ -31,3 +31,8 @@ class Request:
     def num_data_ranks(self) -> int:
         """The ranks over which gradients are summed: the replicas of the data, and the parts of their sequences."""
         return self.dp * self.cp
+
+    @property
+    def ep_data_ranks(self) -> int:
+        """The ranks of dp x cp that a group of ep covers, of which each has complete experts where ep spans tp, too."""
+        return self.ep // self.tp if self.config.strategy.expert.tp == 1 < self.ep else self.ep

@@ -12,16 +12,22 @@ from math import prod
 from parallelrun.base.errors import Problem
 from parallelrun.base.wording import divisors, either, nearest
 from parallelrun.planner.contract.data_strategy import DataStrategy, FlattenedDims, MeshDims
+from parallelrun.planner.contract.mesh_shape import MeshShape
 from parallelrun.planner.contract.plan import DATA_CONTEXT
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.pieces import expert_axes
 
+Axes = tuple[MeshDims, FlattenedDims]  # the mesh dims of a strategy, and what they are together
 Ranges = dict[str, tuple[int, int]]  # axis: (ranks in front of the next index along it, ranks of all of it)
 
 
-def split(
-    data: tuple[MeshDims, FlattenedDims], context: tuple[MeshDims, FlattenedDims], ep: tuple[MeshDims, FlattenedDims]
-) -> tuple[MeshDims, FlattenedDims]:
+def mesh_shape(pp: int, data: Axes, context: Axes | None, ep: Axes, tensor: Axes) -> MeshShape:
+    """The mesh of a plan. data: of the data strategy over dp x cp; context, ep: None and empty without."""
+    data_dims, flattened = split(data, context, ep) if context else expert_axes.split(*data, *ep)
+    return MeshShape((("pp", pp), *data_dims, *tensor[0]), expert_axes.joined(flattened, tensor))
+
+
+def split(data: Axes, context: Axes, ep: Axes) -> Axes:
     """(mesh dims, flattened dims) of dp x cp. data: of the data strategy over all of it; ep: empty without."""
     ranges = _ranges(data, context, ep)
     cuts = sorted({cut for span in ranges.values() for cut in span})
@@ -42,7 +48,7 @@ def split(
         for axis, (low, high) in ranges.items()
         if axis not in place
     )
-    return tuple(mesh_dims), flattened
+    return tuple(mesh_dims), (*flattened, *ep[1])
 
 
 def _around(low: int, high: int, ranges: Ranges) -> str:
@@ -51,9 +57,7 @@ def _around(low: int, high: int, ranges: Ranges) -> str:
     return min(around)[1]
 
 
-def _ranges(
-    data: tuple[MeshDims, FlattenedDims], context: tuple[MeshDims, FlattenedDims], ep: tuple[MeshDims, FlattenedDims]
-) -> Ranges:
+def _ranges(data: Axes, context: Axes, ep: Axes) -> Ranges:
     """Data axes are named first: where two axes are the same ranks, the mesh dim has the first name."""
     dims: Ranges = {}
     total = prod(degree for _, degree in data[0])
@@ -65,7 +69,7 @@ def _ranges(
         dims |= _of_dims(data[0])
     if ep[0]:
         inner = prod(degree for _, degree in ep[0])
-        dims |= {expert_axes.EP: (1, inner)} | _of_dims(ep[0])
+        dims |= _of_dims(ep[0])
         dims[expert_axes.EXPERT + "dp"] = inner, total
         minor, size = data[0][-1]
         if len(data[0]) > 1:
@@ -86,7 +90,7 @@ def is_of_context(axis: str) -> bool:
     return axis.partition("_")[0] == "cp"
 
 
-def check(request: Request, strategy: type[DataStrategy], context: tuple[MeshDims, FlattenedDims]) -> list[Problem]:
+def check(request: Request, strategy: type[DataStrategy], context: Axes) -> list[Problem]:
     """Check that the data strategy sums gradients over cp, and that nothing cuts dp x cp across cp."""
     where, cp = "strategy.data.kind", request.cp
     if strategy.check(request):  # reported on their own: an illegal strategy cannot be resolved
@@ -97,7 +101,7 @@ def check(request: Request, strategy: type[DataStrategy], context: tuple[MeshDim
         problems.append(Problem(message, where, f"{where}=ddp or cp=1", kind="not_built"))
         return problems
     inner = data.mesh_dims(request.num_data_ranks)[0][-1][1]
-    for key, size in (("strategy.data.shard", inner), (expert_axes.EP, request.ep)):
+    for key, size in (("strategy.data.shard", inner), (expert_axes.EP, request.ep_data_ranks)):
         for cut in _cuts(context[0]):
             if size % cut and cut % size:
                 legal = [n for n in divisors(request.num_data_ranks) if n > 1 and (n % cut == 0 or cut % n == 0)]

@@ -2,7 +2,8 @@
 
 The experts of a layer are sharded over ep ranks, which are also data replicas: ep adds no ranks. Each expert is
 replicated over `expert_dp`, the ranks of dp that have the same ep rank; every other parameter is replicated over dp
-(GShard, Lepikhin et al. 2020; the "expert data parallel" groups of DeepSpeed-MoE and Megatron).
+(GShard, Lepikhin et al. 2020; the "expert data parallel" groups of DeepSpeed-MoE and Megatron). With
+`strategy.expert.tp=1` a group of ep is `ep_dp` x tp, consecutive ranks: complete tp groups of `ep_dp` ranks of dp.
 """
 
 from __future__ import annotations
@@ -14,22 +15,25 @@ from parallelrun.base.layout import Layout
 from parallelrun.base.wording import divisors, either, nearest
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.data_strategy import DataStrategy, FlattenedDims, MeshDims
+from parallelrun.planner.contract.degrees import Degrees
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model import definitions
 
-EP, DP, EXPERT = "ep", "dp", "expert_"
+EP, DP, TP, EXPERT = "ep", "dp", "tp", "expert_"
+SPANS = "strategy.expert.tp=1"
+EP_DP = "ep_dp"  # the part of ep (on two levels, of ep_inner) that lies in dp x cp, where ep spans tp
 
 
-def degree(
-    config: Config, requested: int | None, dp: int, cp: int, experts: int, filled: list[str], problems: list[Problem]
-) -> int:
+def degree(config: Config, requested: int | None, degrees: Degrees, experts: int, problems: list[Problem]) -> int:
     """ep as the user set it, or as a preset of experts fills it; 1, with the violations appended, if it is illegal.
 
     experts: number in a layer of the model, 0 for none. A preset fills an unset ep with the largest common divisor of
-    dp x cp and the experts.
+    dp x cp and the experts; where ep spans tp, of dp x cp x tp, of which ep takes complete tp groups.
     """
-    ranks, of = dp * cp, "dp" if cp == 1 else "dp x cp"
+    dp, spanned = degrees.dp, ranks_inside(config, degrees.cp, degrees.tp)
+    tp = spanned // degrees.cp
+    ranks, of = dp * spanned, "dp" + " x cp" * (degrees.cp > 1) + " x tp" * (tp > 1)
     if experts < 1:
         if config.strategy.expert.fills or (requested or 1) > 1:
             said = f"ep={requested}" if (requested or 1) > 1 else f"strategy={config.strategy.name}"
@@ -39,14 +43,18 @@ def degree(
             fix = " or ".join(fixes)
             problems.append(Problem(message, "ep" if (requested or 1) > 1 else "strategy", fix, kind="undefined"))
         return 1
+    possible = [n for n in divisors(gcd(ranks, experts)) if n % tp == 0]
     if requested is None:
         if not config.strategy.expert.fills:
             return 1
-        largest = gcd(ranks, experts)
-        filled.append(f"ep={largest} (filled: the largest that divides {of} {ranks} and {experts} experts)")
+        largest = max(possible, default=1)
+        degrees.filled.append(f"ep={largest} (filled: the largest that divides {of} {ranks} and {experts} experts)")
         return largest
-    legal = either("ep", nearest(requested, [n for n in divisors(gcd(ranks, experts)) if n > 1] or [1]))
+    legal = either("ep", nearest(requested, [n for n in possible if n > 1] or [1]))
     violations = []
+    if requested > 1 and requested % tp:
+        message = f"{SPANS}: ep={requested} is not made of complete groups of tp={tp}; parts of them are not built"
+        violations.append(Problem(message, "ep", f"{legal} or leave {SPANS} out", kind="not_built"))
     for key, number, message in (
         ("model.experts", experts, f"{experts} experts of a layer are not divisible by ep={requested}"),
         (of, ranks, f"ep={requested} does not divide {of}={ranks}, whose ranks hold the experts"),
@@ -54,12 +62,17 @@ def degree(
         if number % requested:
             around = sorted({max(1, number // requested) * requested, -(-number // requested) * requested})
             message += f"; divisors: {_listed(number)}"
-            step = requested // gcd(requested, cp)
-            around = around if key != of or cp == 1 else sorted({max(1, dp // step) * step, -(-dp // step) * step})
+            step = requested // gcd(requested, spanned)
+            around = around if key != of or spanned == 1 else sorted({max(1, dp // step) * step, -(-dp // step) * step})
             key = "dp" if key == of else key
             violations.append(Problem(message, "ep", f"{legal} or {either(key, around)}", kind="arithmetic"))
     problems += violations
     return 1 if violations else requested
+
+
+def ranks_inside(config: Config, cp: int, tp: int) -> int:
+    """The ranks of a data replica over which a group of ep is taken: those of cp, and of tp where ep spans it."""
+    return cp * (tp if config.strategy.expert.tp == 1 else 1)
 
 
 def _listed(number: int) -> str:
@@ -85,14 +98,26 @@ def check(request: Request, strategy: type[DataStrategy]) -> list[Problem]:
             kind, message = "undefined", f"{sends}; replicas are not in step under {said}"
         problems.append(Problem(message, where, f"{where}=ddp or ep=1", kind=kind))
     axis, size = data.mesh_dims(request.num_data_ranks)[0][-1]
-    if axis != DP and size % request.ep:
+    if axis != DP and size % request.ep_data_ranks:
         shard, cp = "strategy.data.shard", request.cp
         of = f"dp={request.dp}" if cp == 1 else f"dp x cp={request.num_data_ranks}"
-        legal = [n for n in divisors(request.num_data_ranks) if n % request.ep == 0]
-        fixes = [either("ep", nearest(request.ep, divisors(gcd(size, request.spec.experts)))), either(shard, legal[:2])]
-        message = f"ep={request.ep} does not divide {shard}={size}, the inner part of {of}"
+        tp = request.ep // request.ep_data_ranks
+        legal = [n for n in divisors(request.num_data_ranks) if n % request.ep_data_ranks == 0]
+        of_ep = [n for n in divisors(gcd(size * tp, request.spec.experts)) if n % tp == 0]
+        fixes = [either("ep", nearest(request.ep, of_ep)), either(shard, legal[:2])]
+        message = f"ep={request.ep} does not divide {shard}={size}{f' x tp={tp}' * (tp > 1)}, the inner part of {of}"
         problems.append(Problem(message, "ep", " or ".join(filter(None, fixes)), kind="arithmetic"))
     return problems
+
+
+def joined(flattened: FlattenedDims, tensor: tuple[MeshDims, FlattenedDims]) -> FlattenedDims:
+    """The flattened dims of ep and dp, made of mesh dims alone, and those of tp, of which ep may be made."""
+    parts_of = dict((*flattened, *tensor[1]))
+
+    def mesh_dims(axis: str) -> tuple[str, ...]:
+        return tuple(name for part in parts_of[axis] for name in (mesh_dims(part) if part in parts_of else (part,)))
+
+    return (*((axis, mesh_dims(axis)) for axis, _ in flattened), *tensor[1])
 
 
 def split(
@@ -123,10 +148,15 @@ def is_of_experts(axis: str) -> bool:
     return axis.partition("_")[0] in (EP, EXPERT.rstrip("_"))
 
 
+def num_data_ranks(plan: Plan) -> int:
+    """The ranks of dp x cp that a group of ep covers."""
+    return plan.mesh.size(EP) * plan.expert_tp // plan.mesh.size(TP)
+
+
 def replica_axis(layout: Layout, plan: Plan) -> str:
-    """The axis over which a parameter is replicated and its gradients are summed: `expert_dp` for sharded experts,
-    else `plan.data_axis`. Gradients need no division: losses are sums, scaled by the global count before backward."""
-    return EXPERT + DP if plan.mesh.size(EP) > 1 and EP in layout.axes else plan.data_axis
+    """The axis over which a parameter is replicated and its gradients are summed: `expert_dp` for experts sharded over
+    `plan.data_axis`, else that. Gradients need no division: losses are sums, scaled by the global count before."""
+    return EXPERT + DP if plan.expert and num_data_ranks(plan) > 1 and EP in layout.axes else plan.data_axis
 
 
 def axis_views(plan: Plan) -> dict[str, str]:
@@ -140,6 +170,7 @@ def axis_views(plan: Plan) -> dict[str, str]:
         "dp_replicate": "copies of each shard",
         "dp_shard": "shards of all but experts",
         "expert_dp": "copies of the same experts",
+        EP_DP: "parts of ep, each of complete tp groups",
         "expert_dp_shard": "shards of the same experts",
         "ep": f"{experts} experts, {experts // ep} each",
         "ep_outer": f"groups of {plan.mesh.size('ep_inner')} ranks of ep",

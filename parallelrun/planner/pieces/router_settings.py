@@ -124,12 +124,14 @@ def _groups(router: RouterConfig, experts: int) -> list[Problem]:
 
 
 def dispatcher(config: Config, spec: ModelSpec) -> type[ExpertDispatcher]:
-    """The expert dispatcher of a plan with ep > 1: as given, else ours that needs a capacity, or none."""
+    """The expert dispatcher of a plan with ep > 1: as given, else ours that needs a capacity, or none: not where ep
+    spans tp, because each of its ranks would send all capacity slots, of which it fills some."""
     if config.strategy.expert.kind:
         return expert_dispatcher(config.strategy.expert.kind)
     assert spec.router is not None
+    needs_capacity = spec.router.limited and config.strategy.expert.tp != 1
     names = [name.partition(".")[2] for name in registry.STRATEGIES if name.startswith("expert.")]
-    return next(cls for cls in map(expert_dispatcher, names) if cls.needs_capacity == spec.router.limited)
+    return next(cls for cls in map(expert_dispatcher, names) if cls.needs_capacity == needs_capacity)
 
 
 def check(request: Request, parts: int) -> list[Problem]:

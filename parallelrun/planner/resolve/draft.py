@@ -16,7 +16,6 @@ from parallelrun.planner.contract.classes import (
     tensor_strategy,
 )
 from parallelrun.planner.contract.degrees import Degrees
-from parallelrun.planner.contract.mesh_shape import MeshShape
 from parallelrun.planner.contract.optimizers import OPTIMIZERS, filled_lr_scale
 from parallelrun.planner.contract.plan import BatchSizes, Equivalence, Plan, SampleSets, Stage
 from parallelrun.planner.contract.request import Request
@@ -122,17 +121,13 @@ class PlanDraft:
         config, degrees, strategies = self.config, self.degrees, self.strategies
         ep_axes = strategies.expert.mesh_dims(request) if strategies.expert else ((), ())
         data = strategies.data.resolve(request)
-        data_axes = data.mesh_dims(request.num_data_ranks)
-        if strategies.context:
-            data_dims, data_flattened = context_axes.split(data_axes, strategies.context.mesh_dims(request), ep_axes)
-        else:
-            data_dims, data_flattened = expert_axes.split(*data_axes, *ep_axes)
-        tensor_dims, tensor_flattened = strategies.tensor.mesh_dims(request)
+        data_axes, tensor_axes = data.mesh_dims(request.num_data_ranks), strategies.tensor.mesh_dims(request)
+        context = strategies.context.mesh_dims(request) if strategies.context else None
         assert request.batch is not None
         plan = Plan(
             preset=config.strategy.name,
             world=degrees.world,
-            mesh=MeshShape((("pp", request.pp), *data_dims, *tensor_dims), (*data_flattened, *tensor_flattened)),
+            mesh=context_axes.mesh_shape(request.pp, data_axes, context, ep_axes, tensor_axes),
             batch=request.batch,
             data=data,
             tensor=strategies.tensor.resolve(request),

@@ -60,7 +60,7 @@ def _candidates(plan: Plan, most: int, least: int, exact: bool) -> Iterator[dict
 
     for dp in range((most - plan.servers) // rest, 0, -1):
         for ep in reversed(divisors(now["ep"])):
-            if fits(sizes := {**now, "dp": dp, "ep": ep}) and dp * now["cp"] % ep == 0:
+            if fits(sizes := {**now, "dp": dp, "ep": ep}) and dp * now["cp"] * now["tp"] // plan.expert_tp % ep == 0:
                 yield sizes
     others = [axis for axis in _SIZES if axis != "dp" and now[axis] > 1]
     smaller = [dict(zip(others, chosen)) for chosen in product(*(divisors(now[axis]) for axis in others))]

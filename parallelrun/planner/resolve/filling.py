@@ -50,9 +50,8 @@ def fill(
     filling = Filling(config, set_degrees, gpus, ep, degrees, num_problems)
     fills_gpus = target is None and device == "cuda" and bool(gpus)
     if ep > 1 and "dp" not in set_degrees and ("dp" not in filling.open_axes or not (fills_gpus or target)):
-        cp = set_degrees.get("cp", 1)
-        set_degrees["dp"] = ep // gcd(ep, cp)
-        divided = "it" if cp == 1 else f"dp x cp {cp}"
+        set_degrees["dp"] = ep // gcd(ep, filling.inside)
+        divided = "it" if filling.inside == 1 else f"dp x {filling.inside} ranks of a replica"
         degrees.filled.append(f"dp={set_degrees['dp']} (filled: ep, which divides {divided})")
     filling.set(set_degrees)
     if fills_gpus:
@@ -65,8 +64,7 @@ def fill(
         problems.append(_too_large(degrees))
         degrees.sound = False
     if degrees.sound:
-        user_ep, filled = requested["ep"], degrees.filled
-        degrees.ep = expert_axes.degree(config, user_ep, degrees.dp, degrees.cp, experts, filled, problems)
+        degrees.ep = expert_axes.degree(config, requested["ep"], degrees, experts, problems)
     return degrees
 
 
@@ -135,6 +133,11 @@ class Filling:
         strategy = self.config.strategy
         return [axis for axis in strategy.fill_order or [strategy.own_axis] if axis not in self.given]
 
+    @property
+    def inside(self) -> int:
+        """The ranks of a replica, as far as they are given, over which ep is taken."""
+        return expert_axes.ranks_inside(self.config, self.given.get("cp", 1), self.given.get("tp", 1))
+
     def set(self, sizes: Sizes, why: str = "") -> None:
         """Set degrees; why: note the reason for which they were filled in."""
         for axis, degree in sizes.items():
@@ -159,7 +162,7 @@ class Filling:
         if not self.open_axes:
             return
         rest = prod(self.given.values())
-        step = self.ep // gcd(self.ep, self.given.get("cp", 1)) if "dp" in self.open_axes else 1
+        step = self.ep // gcd(self.ep, self.inside) if "dp" in self.open_axes else 1
         most = max(step, gpus // rest // step * step)
         candidates = (self._sizes(ranks) for ranks in range(most, 0, -step))
         sizes = next((sizes for sizes, is_legal in candidates if is_legal), None) or self._sizes(most)[0]

@@ -124,7 +124,7 @@ def _num_trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> int:
     problems = rules.check_images(spec, config, trial.tp)
     if problems:
         return len(problems)
-    trial.ep = expert_axes.degree(config, config.ep, trial.dp, trial.cp, spec.experts, trial.filled, problems)
+    trial.ep = expert_axes.degree(config, config.ep, trial, spec.experts, problems)
     solved = PlanDraft.of(config, spec, trial).solve(problems)
     return 0 if isinstance(solved, Plan) else len(solved)
 

@@ -187,7 +187,8 @@ def out_of_bounds(config: Config, section: str = "") -> list[Problem]:
 def _as_given(config: Config, key: str) -> str:
     """The short name of `key` if the user has set it (`servers` for `strategy.data.servers`)."""
     short = key.rpartition(".")[2]
-    return short if key.startswith("strategy.") and getattr(config, short, None) is not None else key
+    has_short = key.startswith("strategy.") and short not in DEGREES
+    return short if has_short and getattr(config, short, None) is not None else key
 
 
 def _outside(key: Key, name: str, value: Any) -> list[Problem]:

@@ -19,6 +19,7 @@ from parallelrun.config.schema.model_schema import DatasetConfig, ModelConfig
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.config.schema.strategy_keys import completed
 from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.pieces.expert_axes import num_data_ranks
 from parallelrun.planner.resolve.freeze import filled
 from parallelrun.planner.resolve.resolve_config import resolve
 
@@ -76,7 +77,7 @@ def features(plan: Plan) -> dict[str, object]:
     router = spec.router
     return {
         **{f"axis {name}": name in axes for name in axes},
-        "data replicas that hold the same experts": plan.num_data_ranks > mesh.size("ep"),
+        "data replicas that hold the same experts": plan.num_data_ranks > num_data_ranks(plan),
         "data": (plan.data.kind, plan.servers > 0),
         "tensor": (plan.tensor.kind, plan.tensor.sequence_parallel, plan.tensor.overlap, plan.tensor.save_gathered),
         "pipeline": plan.pipeline.kind,
@@ -110,13 +111,13 @@ def _candidates(config: Config, plan: Plan) -> Iterator[Config]:
     """Configurations from the smallest on. config: with everything filled in."""
     tp, cp = _least(plan, "tp"), _least(plan, "cp")
     pp = min(2, plan.mesh.size("pp"))
-    beyond = plan.mesh.size("ep") > plan.mesh.size("cp") > 1  # experts over more than the ranks of a sequence
-    ep = 2 * cp if beyond else min(2, plan.mesh.size("ep"))
-    dp = max(_least(plan, "dp"), ep * min(2, plan.num_data_ranks // plan.mesh.size("ep")) // cp)
+    beyond = num_data_ranks(plan) > plan.mesh.size("cp") > 1  # experts over more than the ranks of a sequence
+    ep = 2 * cp if beyond else min(2, num_data_ranks(plan))
+    dp = max(_least(plan, "dp"), ep * min(2, plan.num_data_ranks // num_data_ranks(plan)) // cp)
     virtual = min(2, len(plan.stages) // plan.mesh.size("pp"))
     most_pp = 4 if pp > 1 else 1
     degrees = [
-        (dp * more, cp, width, length, ep)
+        (dp * more, cp, width, length, ep * (width if plan.ep_spans_tp else 1))
         for more, width, length in product((1, 2), (tp, 2 * tp), (pp, most_pp))
         if dp * more * cp * width * length + min(2, plan.servers) <= MOST_RANKS and (tp > 1 or width == 1)
     ]

@@ -14,13 +14,12 @@ from parallelrun.config.schema.run_schema import DataStrategyConfig
 from parallelrun.planner.contract.caching import once_for
 from parallelrun.planner.contract.classes import data_strategy
 from parallelrun.planner.contract.data_strategy import DataStrategy
-from parallelrun.planner.contract.mesh_shape import MeshShape
 from parallelrun.planner.contract.parameters import block_layouts
 from parallelrun.planner.contract.plan import BatchSizes, Memory, Plan, Stage, once
 from parallelrun.planner.memory import device_memory
 from parallelrun.planner.memory.backward_block import backward_block, with_rounded_gradients
 from parallelrun.planner.model.model_spec import BlockSpec
-from parallelrun.planner.pieces import context_axes, expert_axes
+from parallelrun.planner.pieces import context_axes
 from parallelrun.planner.predict import cluster_cost, prediction
 from parallelrun.planner.predict.step_time.step import StepModel, why_unknown
 from parallelrun.planner.search.legal import OF_STAGES, Legal, LegalGroup, tensor_of
@@ -102,9 +101,8 @@ class Bounds:
     def held_bytes(self, group: LegalGroup, data: DataStrategyConfig, several: bool) -> int:
         """Bytes that the fullest pp rank holds of the commonest block throughout a step, or fewer. several: a step has
         more than one microbatch."""
-        key = "held", group.tp, group.number, group.ep, group.dp, group.cp, group.pp > 1, several, id(data)
-        splits = group.schedule.splits_backward
-        return self.fullest(group)[1] * once(self._cache, (key, splits), lambda: self._held(group, data, several))
+        key = "held", tensor_of(group), group.dp, group.pp > 1, several, id(data)
+        return self.fullest(group)[1] * once(self._cache, key, lambda: self._held(group, data, several))
 
     def kept_bytes(self, group: LegalGroup, micro_batch: int, recompute: str) -> tuple[int, int]:
         """Bytes that the commonest block keeps of one microbatch for backward, and what its backward pass needs besides
@@ -129,20 +127,12 @@ class Bounds:
 
     def _held(self, group: LegalGroup, data: DataStrategyConfig, several: bool) -> int:
         plan = self._plan(group, group.micro_batches[0], self._plainest)
-        strategy = data_strategy(data.kind).resolve(self._legal.request_of(group, data))
-        inner = tuple((axis, plan.mesh.size(axis)) for axis in plan.mesh.mesh_dims_of("ep")) if plan.expert else ()
-        ep = inner, tuple((axis, parts) for axis, parts in plan.mesh.flattened if axis == "ep" and inner)
         request = self._legal.request_of(group, data)
-        data_dims = strategy.mesh_dims(request.num_data_ranks)
-        if plan.context:
-            dims, flattened = context_axes.split(data_dims, plan.context.mesh_dims(request), ep)
-        else:
-            dims, flattened = expert_axes.split(*data_dims, *ep)
-        tensor = plan.mesh.mesh_dims_of("tp")
-        mesh = MeshShape(
-            (("pp", 2), *dims, *((axis, plan.mesh.size(axis)) for axis in tensor)),
-            (*flattened, *((axis, parts) for axis, parts in plan.mesh.flattened if axis == "tp")),
-        )
+        strategy = data_strategy(data.kind).resolve(request)
+        context = plan.context.mesh_dims(request) if plan.context else None
+        ep = plan.expert.mesh_dims(request) if plan.expert else ((), ())
+        of_data, of_tensor = strategy.mesh_dims(request.num_data_ranks), plan.tensor.mesh_dims(request)
+        mesh = context_axes.mesh_shape(2, of_data, context, ep, of_tensor)
         batch = BatchSizes(plan.batch.global_batch, plan.batch.micro_batch, 1 + several)
         # of one block on its own: where pp=1, the last one's weights stay gathered
         changed = replace(plan, data=strategy, mesh=mesh, batch=batch, stages=(Stage(0, 0, (self._commonest,)),))

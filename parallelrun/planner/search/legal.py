@@ -14,7 +14,13 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from parallelrun.base.errors import Problem
-from parallelrun.config.schema.run_schema import Config, DataStrategyConfig, PipelineConfig, TensorStrategyConfig
+from parallelrun.config.schema.run_schema import (
+    Config,
+    DataStrategyConfig,
+    ExpertConfig,
+    PipelineConfig,
+    TensorStrategyConfig,
+)
 from parallelrun.config.schema.strategy_keys import narrowed
 from parallelrun.planner.contract.caching import once_for
 from parallelrun.planner.contract.classes import (
@@ -49,6 +55,7 @@ class LegalGroup(NamedTuple):
     ep: int
     number: int
     tensor: TensorStrategyConfig
+    expert: ExpertConfig
     pipeline: PipelineConfig
     schedule: type[PipelineSchedule]
     virtual_stages: int
@@ -61,13 +68,13 @@ class LegalGroup(NamedTuple):
         return self.pp > 1
 
     def choice(self, micro_batch: int, recompute: str, data: DataStrategyConfig) -> Choice:
-        shape = self.tensor, self.pipeline, self.cp
+        shape = self.tensor, self.pipeline, self.expert, self.cp
         return Choice(self.pp, self.dp, self.tp, self.ep, micro_batch, recompute, data, *shape)
 
 
 def tensor_of(group: LegalGroup) -> object:
     """Return, as a cache key, the settings on which a block's costs depend, beside micro-batch and recomputation."""
-    return group.tp, group.number, group.ep, group.cp, group.schedule.splits_backward
+    return group.tp, group.number, group.ep, group.expert.tp, group.cp, group.schedule.splits_backward
 
 
 OF_STAGES = ("pp", "virtual_stages", "pipeline.kind")  # they decide which rank has which blocks
@@ -97,9 +104,9 @@ class Legal:
         for pp, dp, cp, tp in self.space.degrees(self.spec):
             sizes = tuple(self.space.micro_batches(dp, self.spec))
             datas = tuple(self._sections.setdefault(repr(data), data) for data in self.space.datas(dp * cp, pp, tp))
-            for ep in self.space.expert_degrees(dp * cp, self.spec):
+            for ep, expert in self.space.experts(dp, cp, tp, self.spec):
                 for (number, tensor), pipeline in product(enumerate(self._tensors(tp)), self._pipelines(pp)):
-                    legal = self._legal(LegalGroup(pp, dp, tp, ep, number, tensor, *pipeline, sizes, datas, cp))
+                    legal = self._legal(LegalGroup(pp, dp, tp, ep, number, tensor, expert, *pipeline, sizes, datas, cp))
                     if legal is not None:
                         yield legal
 
@@ -113,7 +120,7 @@ class Legal:
 
     def plan(self, group: LegalGroup, micro_batch: int, recompute: str, data: DataStrategyConfig) -> Plan:
         """The plan of one candidate of a group. Those that differ in recomputation alone share all but that."""
-        degrees = group.pp, group.dp, group.cp, group.tp, group.ep
+        degrees = group.pp, group.dp, group.cp, group.tp, group.ep, group.expert.tp
         key = "plans", *degrees, group.number, group.pipeline.kind, group.virtual_stages, micro_batch, id(data)
         plans: dict[str, Plan] = once(self._cache, key, dict)
         if recompute not in plans:
@@ -176,14 +183,15 @@ class Legal:
         request = self.request(group, self._config(group, group.datas[0]), self.spec)
         return check_depth(request) + self.stages(group)[1]
 
-    @once_for("dp", "cp", "ep")
+    @once_for("dp", "cp", "tp", "ep", "expert.tp")
     def _of_experts(self, group: LegalGroup) -> list[Problem]:
         """The violations of the expert dispatcher by the degrees, and keys that it would have to read."""
         request = self.request(group, self._config(group, group.datas[0]), self.small)
         expert = self._classes(group, group.datas[0].kind).expert
         if group.ep > 1:  # the user's own ep holds for all degrees
             problems: list[Problem] = []
-            expert_axes.degree(request.config, group.ep, group.dp, group.cp, self.spec.experts, [], problems)
+            degrees = Degrees(group.pp, group.dp, group.tp, cp=group.cp)
+            expert_axes.degree(request.config, group.ep, degrees, self.spec.experts, problems)
             if problems:
                 return problems
         problems = routing.unread(self.space.folded, self.space.given, self.spec.experts, group.ep)
@@ -196,7 +204,7 @@ class Legal:
         parts: int = tensor_strategy(group.tensor.kind).micro_batch_divisor(request)
         return parts * (self.spec.router.group_samples if self.spec.router else 1)
 
-    @once_for(*OF_STAGES, "dp", "cp", "ep")
+    @once_for(*OF_STAGES, "dp", "cp", "ep", "expert.tp")
     def _sizes(self, group: LegalGroup, parts: int) -> Checked:
         """The micro-batches without violations."""
         legal, removed = [], []
@@ -219,7 +227,7 @@ class Legal:
         problems = classes.pipeline.check(filled) + check_length(filled)
         return problems + (classes.expert.check(filled) if classes.expert else [])
 
-    @once_for(*OF_TENSOR, "dp", "ep", "has_pipeline")
+    @once_for(*OF_TENSOR, "dp", "ep", "expert.tp", "has_pipeline")
     def _datas(self, group: LegalGroup) -> Checked:
         """The data strategies without violations."""
         legal, removed = [], []
@@ -254,10 +262,10 @@ class Legal:
         return tuple(Stage(i, rank_of(i, group.pp), names) for i, names in enumerate(cuts)), problems
 
     def _config(self, group: LegalGroup, data: DataStrategyConfig) -> Config:
-        key = "config", group.tp, group.number, group.pipeline.kind, group.virtual_stages, id(data)
+        key = "config", group.tp, group.expert.tp, group.number, group.pipeline.kind, group.virtual_stages, id(data)
         if key not in self._cache:
             strategy = replace(self.base.strategy, tensor=group.tensor, pipeline=group.pipeline, data=data)
-            self._cache[key] = replace(self.base, strategy=strategy)
+            self._cache[key] = replace(self.base, strategy=replace(strategy, expert=group.expert))
         config: Config = self._cache[key]
         return config
 
@@ -272,7 +280,7 @@ class Legal:
         return BatchSizes(size, micro_batch, size // group.dp // micro_batch)
 
     def _classes(self, group: LegalGroup, data: str) -> StrategyClasses:
-        expert = routing.dispatcher(self.base, self.spec) if group.ep > 1 else None
+        expert = routing.dispatcher(self._config(group, group.datas[0]), self.spec) if group.ep > 1 else None
         kinds = tensor_strategy(group.tensor.kind), group.schedule
         context = context_strategy(self.base.strategy.context.kind) if group.cp > 1 else None
         return StrategyClasses(data_strategy(data), *kinds, expert, context)

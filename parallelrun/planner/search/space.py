@@ -15,6 +15,7 @@ from parallelrun.config.schema.run_schema import (
     DEFAULT_GLOBAL_BATCH,
     Config,
     DataStrategyConfig,
+    ExpertConfig,
     PipelineConfig,
     TensorStrategyConfig,
 )
@@ -29,6 +30,7 @@ from parallelrun.planner.resolve import shorthands
 
 RECOMPUTE = ("none", "selective", "full")
 AXES = ("pp", "dp", "cp", "tp")
+SEARCHED = ("tensor", "pipeline", "data", "expert")  # sections of the strategy
 # What a search chooses unless the user sets it, by root keys; and recomputation.
 OPEN_KEYS = ("micro_batch", "microbatches", "layout", "schedule", "virtual_stages", "tp", "pp", "dp", "cp", "ep")
 # Not tried unless the user gives it: tensor parallel groups over more hosts (their communication in every
@@ -52,6 +54,7 @@ class Choice:
     data: DataStrategyConfig
     tensor: TensorStrategyConfig
     pipeline: PipelineConfig
+    expert: ExpertConfig
     cp: int = 1
 
 
@@ -87,20 +90,21 @@ class Space:
     def candidates(self, spec: ModelSpec) -> Iterator[Choice]:
         """All of them, legal or not."""
         for pp, dp, cp, tp in self.degrees(spec):
-            for ep in self.expert_degrees(dp * cp, spec):
+            for ep, expert in self.experts(dp, cp, tp, spec):
                 for tensor in self.tensors(tp):
                     for pipeline in self.pipelines(pp, spec):
                         for data in self.datas(dp * cp, pp, tp):
                             for micro_batch in self.micro_batches(dp, spec):
                                 for recompute in self.recomputes():
-                                    yield Choice(pp, dp, tp, ep, micro_batch, recompute, data, tensor, pipeline, cp)
+                                    chosen = data, tensor, pipeline, expert, cp
+                                    yield Choice(pp, dp, tp, ep, micro_batch, recompute, *chosen)
 
     def is_small(self, spec: ModelSpec, most: int) -> bool:
         """Whether there are at most so many candidates, legal or not."""
         number, tensors, pipelines = 0, cache(self.tensors), cache(lambda pp: self.pipelines(pp, spec))
         for pp, dp, cp, tp in self.degrees(spec):
             of_data = len(self.micro_batches(dp, spec)) * len(self.datas(dp * cp, pp, tp))
-            shapes = len(self.expert_degrees(dp * cp, spec)) * len(tensors(tp)) * len(pipelines(pp))
+            shapes = len(self.experts(dp, cp, tp, spec)) * len(tensors(tp)) * len(pipelines(pp))
             number += of_data * shapes * len(self.recomputes())
             if number > most:
                 return False
@@ -136,10 +140,25 @@ class Space:
         """Whether the user has set what only a pipeline reads."""
         return any(key.startswith("strategy.pipeline.") for key in self.given)
 
-    def expert_degrees(self, dp: int, spec: ModelSpec) -> list[int]:
-        if self.folded.ep is not None or not spec.experts:
-            return [self.folded.ep or 1]
-        return routing.dispatcher(self.folded, spec).choices(dp, spec.experts)
+    def experts(self, dp: int, cp: int, tp: int, spec: ModelSpec) -> list[tuple[int, ExpertConfig]]:
+        """(ep, how experts are split): ep over dp x cp, and, unless the user has said it, over dp x cp x tp.
+
+        Of two with equal parts of experts on a rank, only the latter is tried if no empty slots are sent: the ranks of
+        tp divide the tokens, which else each of them sends to its part of every expert.
+        """
+        ep, base, router = self.folded.ep, self.folded.strategy.expert, spec.router
+        if not spec.experts or router is None:
+            return [(ep or 1, base)]
+        whole = replace(base, tp=1)
+        dispatcher = routing.dispatcher(
+            replace(self.folded, strategy=replace(self.folded.strategy, expert=whole)), spec
+        )
+        over_dp, over_tp = ([ep] if ep else dispatcher.choices(n, spec.experts) for n in (dp * cp, dp * cp * tp))
+        spans = tp > 1 and base.tp in (None, 1) and not router.is_own and spec.seq % (cp * tp) == 0
+        over_tp = [n for n in over_tp if spans and n % tp == 0]
+        if not (ep or dispatcher.needs_capacity):
+            over_dp = [n for n in over_dp if n == 1 or n * tp not in over_tp]
+        return [*((n, base) for n in over_dp if base.tp != 1 or tp == 1), *((n, whole) for n in over_tp)]
 
     def tensors(self, tp: int) -> list[TensorStrategyConfig]:
         """The tensor layouts of tp ranks. A single rank has the preset's own."""
@@ -203,7 +222,8 @@ class Space:
 
     def config(self, choice: Choice) -> Config:
         """The configuration of a candidate."""
-        strategy = replace(self.base.strategy, data=choice.data, tensor=choice.tensor, pipeline=choice.pipeline)
+        axes: dict[str, Any] = {axis: getattr(choice, axis) for axis in SEARCHED}
+        strategy = replace(self.base.strategy, **axes)
         degrees: dict[str, Any] = {axis: getattr(choice, axis) for axis in AXES}
         degrees["cp"] = self.folded.cp if choice.cp == 1 else choice.cp
         if self.folded.ep is not None or choice.ep > 1 or strategy.expert.fills:
@@ -220,7 +240,7 @@ class Space:
             is_given = key == "micro_batch" and self.folded.microbatches is not None
             if value != getattr(self.folded, key) and value is not None and not is_given:
                 overrides.append(f"{key}={value}")
-        for axis in ("tensor", "pipeline", "data"):
+        for axis in SEARCHED:
             section, base = getattr(choice, axis), getattr(self.folded.strategy, axis)
             for item in fields(section):
                 value, key = getattr(section, item.name), f"strategy.{axis}.{item.name}"

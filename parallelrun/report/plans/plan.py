@@ -214,7 +214,8 @@ def _experts(plan: Plan) -> str:
     levels = f" in two levels ({plan.expert.group_size} ranks per inner group)" if plan.expert.group_size > 1 else ""
     chunks = f", in {plan.expert.chunks} consecutive parts" if plan.expert.chunks > 1 else ""
     own = counted(described["held"], "expert")
-    return f"{text}\nep {ep}: each rank holds {own} of every layer; dispatch: {plan.expert.kind}{levels}{chunks}"
+    over = " over dp x tp" if plan.ep_spans_tp else ""
+    return f"{text}\nep {ep}{over}: each rank holds {own} of every layer; dispatch: {plan.expert.kind}{levels}{chunks}"
 
 
 def _memory(results: Facts, config: Config) -> list[Row]:

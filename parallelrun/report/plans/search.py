@@ -231,9 +231,9 @@ def _keys(shown: Sequence[Found]) -> list[str]:
 
 
 def _label(key: str) -> str:
-    """`strategy.data.kind` -> data; `strategy.tensor.sequence_parallel` -> sequence_parallel."""
+    """`strategy.data.kind` -> data; `strategy.tensor.sequence_parallel` -> sequence_parallel; expert.tp is no tp."""
     *sections, last = key.split(".")
-    return sections[-1] if last == "kind" else last
+    return sections[-1] if last == "kind" else key.removeprefix("strategy.") if last in DEGREES else last
 
 
 def _setting(plan: Found, key: str, config: Config) -> str:

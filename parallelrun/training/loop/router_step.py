@@ -71,8 +71,9 @@ class RoutingUpdater:
         if router is None:
             return
         for local in self._local:
-            # All tensor ranks compute the same auxiliary loss, and its gradients are summed over tp.
-            local.layer.auxiliary_scale = loss_scale * router.group_samples / num_samples / self._plan.mesh.size("tp")
+            # All tensor ranks compute the same auxiliary loss, and its gradients are summed over tp: of all tokens, or,
+            # where ep spans tp, of each rank's own.
+            local.layer.auxiliary_scale = loss_scale * router.group_samples / num_samples / self._plan.expert_tp
             local.layer.router.take_statistics()
             local.layer.dispatch.take_bytes()  # e.g. of an evaluation
 

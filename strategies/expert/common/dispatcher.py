@@ -22,6 +22,7 @@ from parallelrun.models.network import Network
 from parallelrun.planner.contract.expert_dispatcher import ExpertDispatcher
 from parallelrun.planner.contract.plan import Plan
 
+from . import token_slices
 from .all_to_all import ByteCounter
 from .plan import AXIS, levels
 from .rows import ExpertGroups, Level, RowsInTransit
@@ -95,6 +96,8 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh, dispatcher: type[Token
         if isinstance(layer, MoE):
             _keep_own(layer.experts, groups.num_local)
             layer.dispatch = dispatcher(plan.expert, groups)
+            if plan.ep_spans_tp:
+                token_slices.divide(layer, mesh.group("tp"), plan.seq, plan.tensor.sequence_parallel)
         elif own_experts.is_own(layer):
             _keep_own(layer, groups.num_local)
             own_experts.send(layer, dispatcher(plan.expert, groups))

@@ -8,6 +8,9 @@ on two levels) brings rows from source to destination. Rows cross it four times,
 
 Full recomputation sends both forward messages again: the weighted sum over what comes back is the last operation and
 needs it for the gradients of the weights. Chunks make more calls of the same bytes. Evaluation is not counted.
+
+Where ep spans tp, the ranks of tp divide the tokens. The scores of routing groups are gathered over tp in forward.
+Without sequence parallelism, results of all tokens are gathered in forward, and their gradients in backward.
 """
 
 from __future__ import annotations
@@ -19,20 +22,25 @@ from typing import ClassVar, NamedTuple
 from parallelrun.base.errors import Problem
 from parallelrun.base.precision import BYTES
 from parallelrun.base.wording import divisors, either, nearest
-from parallelrun.models.moe.memory import num_kept, num_slots, router_of, row_bytes
+from parallelrun.models.moe.memory import num_kept, num_own, num_sharing, num_slots, router_of
+from parallelrun.models.moe.spec import has_own_router
 from parallelrun.planner.contract.data_strategy import FlattenedDims, MeshDims
 from parallelrun.planner.contract.expert_dispatcher import ExpertDispatcher
 from parallelrun.planner.contract.messages import ExplainedRound, Explanation, calls_of, explanation_by_block
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import BlockSpec
+from parallelrun.planner.pieces.expert_axes import EP, EP_DP, TP
 
-AXIS, OUTER, INNER = "ep", "ep_outer", "ep_inner"
+AXIS, OUTER, INNER = EP, "ep_outer", "ep_inner"
 KEY = "strategy.expert"
-ROWS, COUNTS, OPERATION = "experts", "routing", "all_to_all"  # purposes: rows of tokens, and how many rows will come
+ROWS, COUNTS = "experts", "routing"  # purposes: rows of tokens, and how many rows will come, or scores
+OPERATION, GATHER = "all_to_all", "all_gather"
 CONTENTS = {
-    ROWS: "rows of tokens to their experts and back, then their gradients, of all microbatches",
-    COUNTS: "how many rows will come",
+    (OPERATION, ROWS): "rows of tokens to their experts and back, then their gradients, of all microbatches",
+    (OPERATION, COUNTS): "how many rows will come",
+    (GATHER, ROWS): "results of all tokens, which tp divides, and in backward gradients of these tokens",
+    (GATHER, COUNTS): "scores of all tokens, which tp divides",
 }
 EXPLAINED = (
     "The router of every rank chooses experts for its own tokens. An all-to-all brings each token's row to the rank of "
@@ -70,15 +78,17 @@ class AllToAllDispatcher(ExpertDispatcher):
 
         `planner/pieces/expert_axes.py` checks that ep divides the experts and dp.
         """
-        return [*_check_chunks(request), *_check_group_size(request)]
+        return [*_check_chunks(request), *_check_group_size(request), *_check_tensor(request)]
 
     @classmethod
     def mesh_dims(cls, request: Request) -> tuple[MeshDims, FlattenedDims]:
-        """One axis, or inner groups and the axis between them."""
-        inner = request.config.strategy.expert.group_size
-        if inner is None:
-            return ((AXIS, request.ep),), ()
-        return ((OUTER, request.ep // inner), (INNER, inner)), ((AXIS, (OUTER, INNER)),)
+        """One axis, or inner groups and the axis between them; where ep spans tp, their parts in dp x cp."""
+        size, spanned = request.config.strategy.expert.group_size, request.ep // request.ep_data_ranks
+        outer, both = (((OUTER, request.ep // size),), ((AXIS, (OUTER, INNER)),)) if size else ((), ())
+        axis, size = INNER if size else AXIS, size or request.ep
+        if spanned == 1:
+            return (*outer, (axis, size)), both
+        return (*outer, (EP_DP, size // spanned)), ((axis, (EP_DP, TP)), *both)
 
     @abstractmethod
     def rows(self, plan: Plan) -> tuple[Rows, ...]:
@@ -87,6 +97,9 @@ class AllToAllDispatcher(ExpertDispatcher):
     @abstractmethod
     def index_bytes(self, plan: Plan) -> int:
         """Return the bytes of one layer's indices by which rows are reordered."""
+
+    def num_computed(self, plan: Plan) -> int:
+        return self.rows(plan)[-1].even
 
     def counts_bytes(self, plan: Plan) -> int:
         """Return the bytes that announce the number of rows per microbatch and level; 0 where none are sent."""
@@ -106,33 +119,33 @@ class AllToAllDispatcher(ExpertDispatcher):
             if counts_bytes:
                 calls = microbatches * sum(forwards)
                 sent.append(Collective(axis, OPERATION, COUNTS, calls, calls * counts_bytes))
+        if self.spans_tp:
+            sent += _over_tp(layers, plan)
         return [row for row in sent if row.calls]
 
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
-        """Count what a dispatched layer keeps beyond a layer whose experts are all on this rank, for an even load.
+        """Count the indices by which rows are put into slots or sorted on arrival, for an even load.
 
-        The tensor strategy counts the latter. The difference is rows of empty capacity slots, and the indices by which
-        rows are put into slots or sorted on arrival.
+        The tensor strategy counts all else that a layer keeps, for `num_computed` rows.
         """
         if plan.recompute == "full" and block.is_recomputed:
             return 0
-        extra, index_bytes = self.rows(plan)[-1].even - num_kept(plan), self.index_bytes(plan)
-        experts = [layer for layer in block.layers if layer.layer_role == "expert"]
-        return sum(extra * row_bytes(layer, block, plan) + index_bytes for layer in experts)
+        return sum(layer.layer_role == "expert" for layer in block.layers) * self.index_bytes(plan)
 
     def exchange_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """The rows as they arrived, the experts' results, these in the order of the ranks to which they go, and the
-        results that come back."""
+        results that come back; where a slice of the tokens was taken, what it was taken of."""
         has_experts = any(layer.layer_role == "expert" for layer in block.layers)
         back, *_, arrived = (rows.even for rows in self.rows(plan))
-        return (3 * arrived + back) * plan.spec.hidden * BYTES[plan.precision.compute] * has_experts
+        whole = plan.num_rows * (self.spans_tp and not plan.tensor.sequence_parallel)
+        return (3 * arrived + back + whole) * plan.spec.hidden * BYTES[plan.precision.compute] * has_experts
 
     def explain(self, plan: Plan) -> Explanation:
         """Return the all-to-alls of the layers with experts of rank 0's stages."""
 
         def rounds_of(block: BlockSpec, ranks: tuple[int, ...]) -> list[ExplainedRound]:
             by_row = calls_of(self.collectives((block,), plan), plan, ranks)
-            return [ExplainedRound(CONTENTS[calls[0].purpose], calls=calls) for calls in by_row]
+            return [ExplainedRound(CONTENTS[calls[0].operation, calls[0].purpose], calls=calls) for calls in by_row]
 
         sizes, source = self.explained
         return explanation_by_block("expert", self.kind, (f"{EXPLAINED} {sizes}", source), plan, AXIS, rounds_of)
@@ -158,10 +171,42 @@ def _kept(num_ranks: int, num_experts: int, plan: Plan) -> Rows:
     """Return the kept rows of so many ranks for so many experts. A token never goes twice to the same expert."""
     router, slots = router_of(plan), num_slots(plan, num_experts)
     if router.kind == "expert_choice":  # every expert takes its fixed number of every group
-        cp = plan.mesh.size("cp")
-        own = None if cp == 1 else num_ranks * min(slots, plan.num_rows * num_experts)
-        return Rows(num_ranks * slots // cp, own)
-    return Rows(num_kept(plan), num_ranks * min(plan.num_rows * min(router.top_k, num_experts), slots))
+        sharing = num_sharing(plan)
+        own = None if sharing == 1 else num_ranks * min(slots, num_own(plan) * num_experts)
+        return Rows(num_ranks * slots // sharing, own)
+    return Rows(num_kept(plan), num_ranks * min(num_own(plan) * min(router.top_k, num_experts), slots))
+
+
+def _over_tp(layers: list[BlockSpec], plan: Plan) -> list[Collective]:
+    """What the ranks of tp gather that divide the tokens of these layers. layers: the block of each."""
+    repeated = [block for block in layers if plan.recompute == "full" and block.is_recomputed]
+    calls = plan.batch.microbatches * (len(layers) + len(repeated))
+    scores = plan.num_rows * plan.spec.experts * BYTES[plan.precision.accurate]
+    sent = [Collective(TP, GATHER, COUNTS, calls, calls * scores)]
+    if not plan.tensor.sequence_parallel:
+        again = sum(block.reads_sum(plan.dropout) for block in repeated)
+        calls = plan.batch.microbatches * (2 * len(layers) + again)
+        rows = plan.num_rows * plan.spec.hidden * BYTES[plan.precision.compute]
+        sent.append(Collective(TP, GATHER, ROWS, calls, calls * rows))
+    return sent
+
+
+def _check_tensor(request: Request) -> list[Problem]:
+    """An expert is split by all of tp or by none of it, whose ranks then divide the tokens of every sequence."""
+    key, tp, seq = f"{KEY}.tp", request.tp, request.spec.seq
+    said, fix, parts = f"{key}={request.config.strategy.expert.tp}", f"leave {key} out", tp * request.cp
+    spans = request.ep_data_ranks < request.ep
+    if request.config.strategy.expert.tp not in (None, 1, tp):
+        message = f"{said}: an expert is split over all of tp={tp} or over none of its ranks"
+        return [Problem(message, key, f"{key}=1 or {fix}", kind="not_built")]
+    if spans and has_own_router(request.spec):
+        message = f"{said}: the tokens of experts of somebody else's module are not divided over tp={tp}"
+        return [Problem(message, key, fix, kind="not_built")]
+    if spans and seq % parts:
+        of = f"tp={tp}" + f" x cp={request.cp}" * (request.cp > 1)
+        message = f"model.seq={seq} is not divisible by {of}, over which {said} divides the tokens of a sequence"
+        return [Problem(message, key, f"model.seq={-(-seq // parts) * parts} or {fix}", kind="arithmetic")]
+    return []
 
 
 def _check_chunks(request: Request) -> list[Problem]:
@@ -183,12 +228,15 @@ def _check_chunks(request: Request) -> list[Problem]:
 
 def _check_group_size(request: Request) -> list[Problem]:
     size, ep = request.config.strategy.expert.group_size, request.ep
-    legal = divisors(ep)[1:-1]
+    spanned = ep // request.ep_data_ranks
+    legal = [n for n in divisors(ep)[1:-1] if n % spanned == 0]
     if size is None or size in legal:
         return []
     fixes = [either(f"{KEY}.group_size", nearest(size, legal))] if legal else []
     if ep % size:
         message = f"{KEY}.group_size={size} does not divide ep={ep}, which the inner groups partition"
+    elif size % spanned and size > 1:
+        message = f"{KEY}.group_size={size} divides a group of tp={spanned}, which ep spans ({KEY}.tp=1)"
     else:
         which = "one rank" if size == 1 else f"all of ep={ep}"
         message = f"{KEY}.group_size={size}: inner groups of {which} leave no second level"

@@ -9,41 +9,43 @@ T tokens choose among E experts, which gives n rows. a: bytes of the accurate dt
     experts   the rows n h; per product, where each expert's rows end; the activation's input and result, n f
     combine   the results of the experts, n h, their weights and tokens
 
-n is that of an even load; with a limited router at most its capacity slots. What an expert dispatcher saves beyond that
-is predicted by itself.
+n is that of an even load; with a limited router at most its capacity slots; with an expert dispatcher what it makes of
+them. By which indices it reorders them is predicted by itself.
 """
 
 from __future__ import annotations
 
 from parallelrun.base.precision import BYTES
-from parallelrun.models.moe.memory import expert_width, num_assignments, num_groups, num_kept, router_of, row_bytes
+from parallelrun.models.moe import memory as rows
 from parallelrun.planner.contract.parameters import element_bytes
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.tensor_strategy import LayerBackward
 from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec
 
 from .activation_memory import INDEX, MASK, activates_again, local_numel, recomputed
+from .traffic import overlaps
 
 OFFSET = 4  # bytes of where an expert's rows end, which every grouped product keeps
 
 
 def input_bytes(block: BlockSpec, plan: Plan) -> int:
-    """Return the bytes of the router's saved input: a tensor of its own where sequences were gathered, or where the
-    input is widened or jittered; else the norm's output, which is counted elsewhere."""
+    """Return the bytes of the router's saved input: a tensor of its own where sequences were gathered or sliced, or
+    where the input is widened or jittered; else the norm's output, which is counted elsewhere."""
     compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
-    own = plan.num_rows * plan.spec.hidden * accurate
-    if router_of(plan).jitter > 0.0:
+    own = rows.num_own(plan) * plan.spec.hidden * accurate
+    if rows.router_of(plan).jitter > 0.0:
         return 2 * own
-    if compute != accurate or plan.tensor.sequence_parallel:
+    if compute != accurate or plan.tensor.sequence_parallel != plan.ep_spans_tp:
         return own
     roles = [layer.layer_role for layer in block.layers]
-    counted = "column_parallel" in roles[roles.index("router") :]  # a shared expert reads it too
+    counted = "column_parallel" in roles[roles.index("router") :]  # a shared expert reads it too, or a gathered copy
+    counted &= overlaps(plan) or not plan.tensor.sequence_parallel
     return 0 if counted or recomputed(block, plan) else own
 
 
 def routing_bytes(plan: Plan) -> int:
     """Scores, choices and what the auxiliary losses read."""
-    spec, router, tokens = plan.spec, router_of(plan), plan.num_rows
+    spec, router, tokens = plan.spec, rows.router_of(plan), plan.num_rows
     accurate, scores = BYTES[plan.precision.accurate], tokens * spec.experts
     saved = scores * accurate
     if router.score == "softmax" or router.z_coefficient:
@@ -51,20 +53,22 @@ def routing_bytes(plan: Plan) -> int:
     if router.score != "softmax" and router.aux_coefficient:
         saved += 2 * tokens * accurate  # sums over experts
     if router.aux_coefficient:
-        saved += num_groups(plan) * spec.experts * accurate
+        saved += rows.num_groups(plan) * spec.experts * accurate
     if router.z_coefficient:
         saved += tokens * accurate
+    if rows.num_sharing(plan) > 1:
+        saved += rows.num_assignments(plan) * MASK  # whether a token is one's own
     return saved + _choices(plan)
 
 
 def _choices(plan: Plan) -> int:
-    router, tokens, accurate = router_of(plan), plan.num_rows, BYTES[plan.precision.accurate]
+    router, tokens, accurate = rows.router_of(plan), plan.num_rows, BYTES[plan.precision.accurate]
     if router.kind == "expert_choice":
-        return num_kept(plan) * INDEX * (1 if router.renormalise == "none" else 2)
+        return rows.num_assignments(plan) * INDEX * (1 if router.renormalise == "none" else 2)
     saved = tokens * router.top_k * INDEX
     if router.top_k > 1 and router.renormalise != "none":
         saved += tokens * (router.top_k + 2) * accurate
-    group = tokens // num_groups(plan)
+    group = tokens // rows.num_groups(plan)
     refuses = router.capacity(group, plan.spec.experts) < group
     refuses |= router.kind == "gshard" and router.second_expert == "random"
     return saved + (tokens * router.top_k * MASK if refuses else 0)
@@ -81,11 +85,12 @@ def as_computed(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
 def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> tuple[LayerBackward, ...]:
     """The passes of a layer of experts, in forward order: rows and the first products, the activation, the last
     product, combining. waiting: bytes of the gradients that go past the layer."""
-    count, compute = num_kept(plan), BYTES[plan.precision.compute]
-    indices = (2 * count + num_assignments(plan) + plan.num_rows) * INDEX
+    own, compute = rows.num_kept(plan), BYTES[plan.precision.compute]
+    count = plan.expert.num_computed(plan) if plan.expert else own
+    indices = (2 * own + rows.num_assignments(plan) + rows.num_own(plan)) * INDEX
     rows_bytes = count * plan.spec.hidden * compute
-    inside = count * expert_width(layer, plan) * compute
-    between = count * row_bytes(layer, block, plan) - 2 * rows_bytes  # of the activation's input and result
+    inside = count * rows.expert_width(layer, plan) * compute
+    between = count * rows.row_bytes(layer, block, plan) - 2 * rows_bytes  # of the activation's input and result
     result = 0 if activates_again(block, plan) else inside
     *opening, closing = (local_numel(parameter, plan) // plan.mesh.size("ep") for parameter in layer.parameters)
     stored = element_bytes(layer.parameters[0], plan)
@@ -102,7 +107,7 @@ def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> t
         ),
         LayerBackward(between - result, waiting + inside, opened),
         LayerBackward(result, waiting + rows_bytes, inside + again, closing * rounded, closing * stored, rows_bytes),
-        LayerBackward(rows_bytes + count * compute, waiting, rows_bytes, rows_bytes),
+        LayerBackward(rows_bytes + own * compute, waiting, rows_bytes, rows_bytes),
     )
 
 

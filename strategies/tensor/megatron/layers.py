@@ -116,6 +116,7 @@ PARALLEL_LAYERS: dict[type, type[TensorParallelLayer]] = {
     single_device.PositionEmbedding: SequencePositionEmbedding,
     single_device.VocabHead: VocabParallelHead,
     single_device.SharedInput: ParallelSharedInput,
+    single_device.ExpertInput: ParallelSharedInput,
     single_device.ExpertOutput: ParallelExpertOutput,
     HashDropout: SliceDropout,
     AttentionProduct: HeadParallelAttention,

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 KV_AXIS, COPY_AXIS = "tp_kv", "tp_copy"
-COLUMN_ROLES = ("column_parallel", "head", "shared_input")  # roles of layers that read whole rows
+COLUMN_ROLES = ("column_parallel", "head", "shared_input", "expert_input")  # roles of layers that read whole rows
 ROW_ROLES = ("row_parallel", "embedding", "expert_output")  # roles of layers whose results are summed over the ranks
+OF_EXPERTS = ("expert_input", "expert_output")
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,11 @@ class Megatron1D(ProductStrategy):
 
     def layout(self, parameter: ParameterSpec, plan: Plan) -> Layout:
         """Column layers, embedding and head: dim 0; weights of row layers: dim 1; experts: their inside, if they are
-        ours; else whole.
+        ours and ep does not span tp; else whole.
 
         Partial over tp: gradients that come from a slice of the sequence, and a router's, whose weights are multiplied
-        by what a slice of every expert gives. Partial over tp_copy: copies of a kv head, each of which serves its own
-        query heads.
+        by what a slice of every expert gives, or by some of the tokens. Partial over tp_copy: copies of a kv head, each
+        of which serves its own query heads.
         """
         replicated, axes = Layout.replicated(len(parameter.shape)), plan.mesh.mesh_dims_of(AXIS)
         if parameter.layer_role == "row_parallel" and len(parameter.shape) == 2:
@@ -110,6 +111,8 @@ class Megatron1D(ProductStrategy):
                 return Layout(((KV_AXIS,), *replicated.dims[1:]), (COPY_AXIS,))
             return Layout((axes, *replicated.dims[1:]))
         if parameter.layer_role == "expert" and not has_own_router(plan.spec):
+            if plan.ep_spans_tp:
+                return replicated
             return Layout(tuple(axes if dim == inside_dim(parameter) else () for dim in range(len(parameter.shape))))
         if parameter.layer_role in ("router", "per_head"):
             is_partial = plan.mesh.size(AXIS) > 1 and not parameter.frozen
@@ -119,6 +122,8 @@ class Megatron1D(ProductStrategy):
 
     def product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
         """Column or row product; an embedding sums rows of a split table."""
+        if layer.layer_role in OF_EXPERTS and plan.ep_spans_tp:
+            return None  # the expert dispatcher divides the tokens
         if layer.layer_role in COLUMN_ROLES:
             return column_1d(AXIS, self.sequence_parallel)
         if layer.layer_role in ROW_ROLES:
@@ -134,7 +139,7 @@ class Megatron1D(ProductStrategy):
 
     def saves_gathered(self, layer: LayerSpec, plan: Plan) -> bool:
         """The overlapped node saves the slice and gathers again; the router and the experts are no such node."""
-        return not overlaps(plan) or layer.layer_role == "shared_input"
+        return not overlaps(plan) or layer.layer_role in ("shared_input", "expert_input")
 
     def local_outputs(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
         """Outputs that are copied kv heads count as often as they are held."""
@@ -149,14 +154,12 @@ class Megatron1D(ProductStrategy):
         return moved + scattered * plan.num_rows * layer.in_features * BYTES[plan.precision.compute]
 
     def recomputes_last_call(self, block: BlockSpec, forward: list[Collective], plan: Plan) -> bool:
-        """Recomputation stops at the last tensor that backward needs. The last reduction is behind it, unless a dropout
-        mask comes after, or a norm (of a post-norm block); a last gather (of a head in a recomputed block) is before
-        the product that backward needs."""
-        last = next(layer for layer in reversed(block.layers) if layer.layer_role != "dropout")
-        reads_it = block.saves_after_sum
-        if reads_it is None:
-            reads_it = plan.dropout > 0 or last.layer_role == "norm"
-        return reads_it or not forward or forward[-1].operation == "all_gather"
+        """Recomputation stops at the last tensor that backward needs. The last reduction is behind it, unless more is
+        read (`reads_sum`), or experts that ep spans come after it; a last gather (of a head in a recomputed block) is
+        before the product that backward needs."""
+        if block.reads_sum(plan.dropout) or not forward or forward[-1].operation == "all_gather":
+            return True
+        return plan.ep_spans_tp and any(x.layer_role == "expert" for x in block.layers)
 
     def boundary_shape(self, plan: Plan) -> tuple[int, ...]:
         """Under sequence parallelism only a slice of the rank's part of the sequence."""

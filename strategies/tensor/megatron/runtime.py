@@ -28,6 +28,8 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
         if isinstance(layer, single_device.TokenEmbedding):
             start = first_row(layer.vocab, axes, mesh)
             replace_module(network, name, layers.VocabParallelEmbedding(layer, tp=tp, start=start))
+        elif plan.ep_spans_tp and isinstance(layer, (single_device.ExpertInput, single_device.ExpertOutput)):
+            continue  # the expert dispatcher divides the tokens
         elif type(layer) in layers.PARALLEL_LAYERS:  # norms work on a slice of the sequence as they are
             replace_module(network, name, layers.PARALLEL_LAYERS[type(layer)](layer, tp=tp))
     if isinstance(network.loss, single_device.TokenLoss) and has_vocab_head(plan):

@@ -58,6 +58,14 @@ class BlockSpec:
     def num_parameters(self) -> int:
         return sum(parameter.numel for parameter in self.parameters)
 
+    def reads_sum(self, dropout: float) -> bool:
+        """Whether backward needs a tensor that forward computes after the last sum or gather of partial results: of a
+        dropout mask, or of a norm (of a post-norm block)."""
+        if self.saves_after_sum is not None:
+            return self.saves_after_sum
+        last = next(layer for layer in reversed(self.layers) if layer.layer_role != "dropout")
+        return dropout > 0 or last.layer_role == "norm"
+
     @property
     def is_recomputed(self) -> bool:
         """Whether `recompute` repeats it: not the embedding or the head, where it would save nothing."""

@@ -75,7 +75,7 @@ class HierarchicalAllReduce(RingAllReduce):
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
         """Groups that do not make up dp, or with different numbers of an expert's copies (every ep-th of dp)."""
-        group_size, dp, ep = AlgorithmKeys.of(request.config).group_size, request.num_data_ranks, request.ep
+        group_size, dp, ep = AlgorithmKeys.of(request.config).group_size, request.num_data_ranks, request.ep_data_ranks
         if group_size is not None and group_size < 1:  # the rules of keys report it
             return []
         size = cls.of(request).group_size

@@ -92,6 +92,12 @@ def test_experts_of_megatron():
     assert {key: found.values.get(key) for key in wanted} == wanted
     assert dropped(found) == {"--moe-router-load-balancing-type", "${EXTRA_ARGS[@]}"}
     assert found.groups["precision"] == "bf16" and not found.problems
+    assert "strategy.expert.tp" not in found.values
+    whole = of_words("--num-experts 8 --tensor-model-parallel-size 2 --expert-model-parallel-size 4 "
+                     "--expert-tensor-parallel-size 1")  # fmt: skip
+    assert whole.values["strategy.expert.tp"] == 1 and not dropped(whole)
+    without = of_words("--num-experts 8 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1")
+    assert "--expert-tensor-parallel-size" in dropped(without) and "strategy.expert.tp" not in without.values
     other = of_words("--num-experts 8 --moe-layer-freq 2")
     assert other.values["model.expert_period"] == 1
     assert "model.dense_layers" in [key for key, _, _ in other.left_open]

@@ -54,6 +54,9 @@ DEGREES = [  # overrides, the world or the GPUs, and (pp, dp, cp, tp, ep)
     ({"dp": None, "tp": 2, "ep": 2}, {"gpus": 8}, (1, 4, 1, 2, 2)),
     ({**OPEN, "ep": 2, "strategy.own_axis": "tp"}, {"world": 8}, (1, 2, 1, 4, 2)),
     ({"dp": None, **ON_CP}, {"gpus": 7}, (1, 2, 2, 1, 4)),  # on two ranks of a sequence in each of two replicas
+    ({"dp": None, "tp": 2, "ep": 8, "strategy.expert.tp": 1}, {}, (1, 4, 1, 2, 8)),
+    ({"dp": None, "tp": 2, "ep": 4, "strategy.expert.tp": 1}, {"world": 8}, (1, 4, 1, 2, 4)),
+    ({"dp": 4, "tp": 2, "strategy.expert.tp": 1, "strategy.expert.fills": True}, {}, (1, 4, 1, 2, 8)),
 ]
 
 
@@ -89,9 +92,36 @@ class TestDegrees:
             problem = problems(overrides)[0]
             assert problem.kind == "undefined" and problem.suggestion == "model.experts=8 or model=moe_gpt"
 
+    @pytest.mark.parametrize("group_size", [None, 4])
+    def test_a_group_over_tp_has_consecutive_ranks_and_copies_beyond_them(self, group_size):
+        overrides = {**MOE, "dp": 8, "tp": 2, "ep": 8, "strategy.expert.group_size": group_size}
+        plan = tiny_plan({**overrides, "strategy.expert.tp": 1})
+        assert plan.mesh.group_of(9, "ep") == tuple(range(8, 16)) and plan.mesh.group_of(9, "expert_dp") == (1, 9)
+        (up, *_) = [held for held in held_parameters(plan, 0) if held.spec.layer_role == "expert"]
+        assert up.layout.dims == (("ep",), (), ()) and replica_axis(up.layout, plan) == "expert_dp"
+        assert up.layout.local_shape(up.spec.shape, plan.mesh.sizes, plan.mesh.coordinate(9)) == (1, *up.spec.shape[1:])
+        if group_size:
+            assert plan.mesh.group_of(9, "ep_inner") == (8, 9, 10, 11) and plan.mesh.group_of(9, "ep_outer") == (9, 13)
+
 
 GROUP, CUT = "model.router.group_samples", {"micro_batch": 6, "global_batch": 48}
+OVER_TP = {"strategy.expert.tp": 1, "tp": 4, "dp": 2, "ep": 8}
 REFUSED = [  # overrides, and what the problem says: `kind: what -> suggestion;`
+    (
+        {**OVER_TP, "ep": 2},
+        (
+            "not_built: ",
+            "parts of them are not built -> ep=4 or ep=8",
+        ),
+    ),
+    (
+        {**OVER_TP, "ep": 16, "model.experts": 16},
+        ("arithmetic: ", "ep=16 does not divide dp x tp=8", "-> ep=4 or ep=8 or dp=4;"),
+    ),
+    ({**OVER_TP, "ep": 2, "strategy.expert.tp": 2}, ("not_built: ", "split over all of tp=4 or over none")),
+    ({**OVER_TP, "model.seq": 10}, ("arithmetic: model.seq=10 is not divisible by tp=4", "-> model.seq=12 or leave")),
+    ({**OVER_TP, "dp": 4, "strategy.expert.group_size": 2}, ("arithmetic: ", "divides a group of tp=4", "size=4 or")),
+    ({**OVER_TP, "layout": "2d"}, ("not_built: ", "products of experts over a grid are not built")),
     ({**MLP, "dp": 2, "ep": 2}, ("undefined: ", "-> model=moe_gpt;")),
     ({"strategy.own_axis": "none", "ep": 2}, ("contradiction: ", "-> ep=1;")),
     (

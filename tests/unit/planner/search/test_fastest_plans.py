@@ -36,6 +36,7 @@ SPACES = {
     "bert, on ethernet": (4, (*BERT, "pp=1", "cluster.inter_gb_s=3", "cluster.gpus_per_node=2", "recompute=none")),
     "experts": (4, (*MOE, "tp=1", "pp=1")),
     "experts, ep given": (4, (*MOE, "ep=4", "micro_batch=1")),
+    "experts over dp x tp": (8, (*MOE, "tp=2", "pp=1", "recompute=none", "micro_batch=1", "model.seq=64")),
     "dense layers, then experts": (
         8, ("model=deepseek_v2_lite", "model.layers=6", "model.dense_layers=3", "cluster=h100_dgx", "precision=bf16",
             "global_batch=16", "pp=4", "tp=1", "micro_batch=1", "recompute=none"),
@@ -51,7 +52,8 @@ SPACES = {
 CHOSEN = (
     "gpt, data and recomputation", "gpt, layouts", "gpt, layouts of a cube", "gpt, schedules", "gpt, virtual stages",
     "gpt, little memory", "gpt, nothing fits", "gpt, no memory size", "llama, sharded weights", "bert, on ethernet",
-    "experts, ep given", "dense layers, then experts", "llama, long sequences", "llama, cp given", "no rates",
+    "experts, ep given", "experts over dp x tp", "dense layers, then experts", "llama, long sequences",
+    "llama, cp given", "no rates",
 )  # fmt: skip
 
 

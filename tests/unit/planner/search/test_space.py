@@ -41,3 +41,23 @@ def test_the_batch_is_the_fewest_samples_from_the_default_on_that_every_degree_d
     assert batch % world == 0 and batch - world < DEFAULT_GLOBAL_BATCH <= batch
     assert space(world, "local_batch=3").global_batch == 3 * world
     assert space(world, "global_batch=7").global_batch == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "over_dp", "over_tp"),
+    [
+        ((), {1}, {2, 4, 8}),  # of equal parts of 8 experts on a rank, those over tp
+        (("model.experts=4",), {1, 4}, {2, 4}),
+        (("strategy.expert.tp=1",), set(), {2, 4, 8}),
+        (("strategy.expert.tp=2",), {1, 2, 4}, set()),
+        (("ep=4",), {4}, {4}),
+        (("model.router.capacity_factor=1", "strategy.expert.kind=capacity"), {1, 2, 4}, {2, 4, 8}),
+        (("model.seq=63",), {1, 2, 4}, set()),
+    ],
+    ids=str,
+)
+def test_ep_is_tried_over_dp_and_over_dp_x_tp(words: tuple[str, ...], over_dp: set[int], over_tp: set[int]) -> None:
+    found = composed("model=moe_gpt", "dataset=synthetic", *words)
+    tried = Space(found.config, found.given, 8).experts(4, 1, 2, spec_of(found.config, []))
+    whole = {ep for ep, section in tried if section.tp == 1}
+    assert whole == over_tp and {ep for ep, section in tried if section.tp != 1} == over_dp

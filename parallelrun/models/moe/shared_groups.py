@@ -15,26 +15,29 @@ from torch import Tensor
 from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group
 from parallelrun.models.autograd import apply
+from parallelrun.models.moe.router import RoutingOverRanks
 from parallelrun.models.moe.routing import Routing
-
-from .blockwise_plan import ROUTED
+from parallelrun.planner.pieces.router_settings import PURPOSE
 
 
 class SharedGroups:
-    """Routing groups of a router, shared by the ranks of cp. positions: of each rank's tokens in every sample."""
+    """Routing groups of a router, shared by the ranks of a group. positions: of each rank's tokens in every sample, or
+    in what a rank of `beyond` has of it, which shares groups with further ranks."""
 
-    def __init__(self, group: Group, positions: Sequence[Sequence[int]]):
-        self._group = group
+    def __init__(self, group: Group, positions: Sequence[Sequence[int]], beyond: RoutingOverRanks | None = None):
+        self._group, self._beyond = group, beyond
         in_turn = torch.tensor([position for num_own in positions for position in num_own])
         self._order = torch.argsort(in_turn)
         self._own = torch.tensor(positions[group.index])
 
     def gathered(self, logits: Tensor) -> Tensor:
         """(batch, own tokens, experts) -> (batch, seq, experts), in the order of positions."""
-        return apply(_GatherLogits, logits, self._group, self._order, self._own)
+        gathered = apply(_GatherLogits, logits, self._group, self._order, self._own)
+        return gathered if self._beyond is None else self._beyond.gathered(gathered)
 
     def own(self, routing: Routing) -> Routing:
         """The routing of own tokens, by their number here; the assignments of others are not kept."""
+        routing = routing if self._beyond is None else self._beyond.own(routing)
         seq, num_own = self._order.numel(), self._own.numel()
         number = torch.full((seq,), -1, device=routing.tokens.device)
         number[self._own.to(number.device)] = torch.arange(num_own, device=number.device)
@@ -53,7 +56,7 @@ class _GatherLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, group: Group, order: Tensor, own: Tensor) -> Tensor:
         ctx.own = own
-        return comm.all_gather(logits, group, ROUTED, 1)[:, order.to(logits.device)]
+        return comm.all_gather(logits, group, PURPOSE, 1)[:, order.to(logits.device)]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
