@@ -271,9 +271,9 @@ def _check_unsupported(request: Request) -> list[Problem]:
         message = f"{key}={router.bias_rate} needs the expert load of the global batch"
         message += ", which workers of ps do not exchange"
         problems.append(Problem(message, key, f"{key}=0, or strategy.data.kind=ddp", kind="not_built"))
-    if key := request.config.model.lora.base_dtype and "model.lora.base_dtype":
-        message = f"{key}: servers of ps store weights in the dtype of the precision"
-        problems.append(Problem(message, key, "strategy.data.kind=ddp", kind="not_built"))
+    if request.config.model.lora.base_dtype is not None:
+        message = "model.lora.base_dtype: servers of ps store weights in the dtype of the precision"
+        problems.append(Problem(message, "model.lora.base_dtype", "strategy.data.kind=ddp", kind="not_built"))
     if request.config.sdc.every:
         message = "sdc.every looks for silent data corruption in steps that all ranks take, not on parameter servers"
         problems.append(Problem(message, "sdc.every", "sdc.every=0 or strategy=ddp", kind="not_built"))
