@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from parallelrun.config.compose import Composed
     from parallelrun.config.schema.run_schema import Config
     from parallelrun.models.network import Network
-    from parallelrun.planner.contract.plan import Memory, Plan
+    from parallelrun.planner.contract.memory import Memory
+    from parallelrun.planner.contract.plan import Plan
     from parallelrun.planner.facts.plan_facts import Facts
     from parallelrun.planner.search.result import Found, Search
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 # fp64 numbers that are summed over all ranks in every step (`training.loop.step`): loss sum, valid targets and stop,
-# besides
-# the squared norms of `Plan.num_norms` gradients
+# besides the squared norms of `Plan.num_norms` gradients
 CONTROL_ELEMENTS = 3
 WORLD, EMBEDDING = "world", "embedding"  # groups that are not mesh axes: all ranks; the holders of a tied weight
 DATA_CONTEXT = "dp_cp"  # dp x cp as one axis
@@ -270,40 +269,3 @@ class Collective:
         """
         within = payload_bytes == self.payload_bytes if self.most_bytes is None else payload_bytes <= self.most_bytes
         return calls == self.calls and within
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one rank at the peak of a step, by purpose. leaves_out: memory that is not counted.
-
-    weights: with gathered ones that stay. gradients: with buckets and receive buffers. activations: saved for backward.
-    temporary: tensors that exist only during the current backward computation (gradients of activations, logits,
-    recomputed and gathered tensors, messages), and the batch. context, slack: what a GPU holds beside tensors, where
-    the cluster gives constants for it (`device_memory`): the CUDA context and communicators; unused blocks of the
-    allocator.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    temporary: int = 0
-    leaves_out: tuple[str, ...] = field(default=())
-    context: int = 0
-    slack: int = 0
-
-    @property
-    def tensors(self) -> int:
-        """Bytes of all tensors: what `torch.cuda.max_memory_allocated` measures."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.temporary
-
-    @property
-    def total(self) -> int:
-        return self.tensors + self.context + self.slack
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Bytes by name, which sum to `total`; what a GPU holds beside tensors only where it is known."""
-        names = ("weights", "gradients", "optimizer", "activations", "temporary")
-        beside = {"context": self.context, "slack": self.slack}
-        return {name: getattr(self, name) for name in names} | {name: size for name, size in beside.items() if size}

@@ -8,7 +8,8 @@ from typing import Any
 
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.planner.contract.plan import WORLD, Memory, Plan
+from parallelrun.planner.contract.memory import Memory
+from parallelrun.planner.contract.plan import WORLD, Plan
 from parallelrun.planner.facts import alternatives
 from parallelrun.planner.facts.advice import warnings
 from parallelrun.planner.facts.alternatives import Alternatives

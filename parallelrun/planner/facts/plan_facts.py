@@ -7,7 +7,8 @@ from typing import Any
 
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.planner.contract.plan import Memory, Plan
+from parallelrun.planner.contract.memory import Memory
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.definitions import Packing
 from parallelrun.planner.pieces.packing import packing_of, with_packing
 from parallelrun.planner.predict import cluster_cost, prediction, simulate

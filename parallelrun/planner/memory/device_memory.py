@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parallelrun.config.schema.cluster_schema import ClusterConfig
-from parallelrun.planner.contract.plan import Memory, Plan
+from parallelrun.planner.contract.memory import Memory
+from parallelrun.planner.contract.plan import Plan
 
 GIGA = 10**9
 

@@ -15,9 +15,10 @@ from typing import Any
 
 from parallelrun.base.precision import BYTES
 from parallelrun.planner.contract.caching import cached
+from parallelrun.planner.contract.memory import Memory
 from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters, element_bytes
 from parallelrun.planner.contract.pipeline_schedule import Action
-from parallelrun.planner.contract.plan import Memory, Plan, Stage, Value, once
+from parallelrun.planner.contract.plan import Plan, Stage, Value, once
 from parallelrun.planner.memory.backward_block import backward_blocks
 
 ROUNDS = 3  # of pp microbatches, after which a schedule that repeats itself has held as much as it ever will

@@ -8,7 +8,8 @@ from math import ceil
 
 from parallelrun.base.wording import gib
 from parallelrun.config.schema.cluster_schema import ClusterConfig
-from parallelrun.planner.contract.plan import WORLD, Memory, Plan
+from parallelrun.planner.contract.memory import Memory
+from parallelrun.planner.contract.plan import WORLD, Plan
 from parallelrun.planner.pieces.hosts import rate_gb_s
 from parallelrun.planner.predict.traffic import TrafficRow
 

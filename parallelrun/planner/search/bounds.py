@@ -14,8 +14,9 @@ from parallelrun.config.schema.run_schema import DataStrategyConfig
 from parallelrun.planner.contract.caching import once_for
 from parallelrun.planner.contract.classes import data_strategy
 from parallelrun.planner.contract.data_strategy import DataStrategy
+from parallelrun.planner.contract.memory import Memory
 from parallelrun.planner.contract.parameters import block_layouts
-from parallelrun.planner.contract.plan import BatchSizes, Memory, Plan, Stage, once
+from parallelrun.planner.contract.plan import BatchSizes, Plan, Stage, once
 from parallelrun.planner.memory import device_memory
 from parallelrun.planner.memory.backward_block import backward_block, with_rounded_gradients
 from parallelrun.planner.model.model_spec import BlockSpec

@@ -12,8 +12,9 @@ from parallelrun.base.precision import BYTES, TABLE
 from parallelrun.base.wording import counted
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.data_strategy import DataStrategy
+from parallelrun.planner.contract.memory import Memory
 from parallelrun.planner.contract.messages import Call, ExplainedExchange, ExplainedMessage, ExplainedRound, Explanation
-from parallelrun.planner.contract.plan import Collective, Equivalence, Memory, Plan
+from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.predict.prediction import COUNT_BYTES
 

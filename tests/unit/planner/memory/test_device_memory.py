@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from parallelrun.config.schema.cluster_schema import ClusterConfig
-from parallelrun.planner.contract.plan import EMBEDDING, WORLD, Memory, Plan
+from parallelrun.planner.contract.memory import Memory
+from parallelrun.planner.contract.plan import EMBEDDING, WORLD, Plan
 from parallelrun.planner.memory import device_memory
 from parallelrun.planner.predict import cluster_cost, prediction
 from tests.plans import tiny_plan

@@ -8,7 +8,7 @@ import pytest
 
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.planner.contract.plan import Memory
+from parallelrun.planner.contract.memory import Memory
 from parallelrun.planner.facts.advice import memory_advice, warnings
 from parallelrun.planner.facts.plan_facts import facts
 from parallelrun.planner.predict import cluster_cost, prediction
