@@ -50,8 +50,8 @@ def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rate
     if block.kind == "transformer":
         _add_attention(forward, backward, block, plan, rates)
         if of_experts := experts.shapes(block, plan):
-            for parts, seconds in zip((forward, backward), experts.products_s(of_experts, plan, rates)):
-                parts[PRODUCTS] += seconds
+            own = experts.products_s(of_experts, plan, rates)
+            forward[PRODUCTS], backward[PRODUCTS] = forward[PRODUCTS] + own[0], backward[PRODUCTS] + own[1]
     else:
         _add_others(forward, backward, block, plan, cluster, rates)
     _add_streaming(forward, backward, shapes, block, plan, rates)
