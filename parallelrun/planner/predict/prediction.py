@@ -152,11 +152,11 @@ def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
 
 @cached("weights_cache")
 def stored_bytes(plan: Plan) -> int:
-    """Bytes of rank 0's weights if all of them are in the stored dtype."""
+    """Bytes of rank 0's weights if all of them are in the accurate dtype, in which the optimizer updates them."""
     coordinate, sizes = plan.mesh.coordinate(0), plan.mesh.sizes
     parameters = distinct_parameters(plan, coordinate["pp"])
     elements = (count * p.layout.local_numel(p.spec.shape, sizes, coordinate) for p, count in parameters)
-    return BYTES[plan.precision.stored] * sum(elements)
+    return BYTES[plan.precision.accurate] * sum(elements)
 
 
 def parameter_bytes(

@@ -84,7 +84,8 @@ def sent(row: Collective, plan: Plan, cluster: ClusterConfig) -> float:
     """
     size = prediction.group_size(plan, row.axis)
     hosts = size // ranks_in_node(plan, cluster, row.axis)
-    if not plan.stack.rows_once_a_host or hosts < 2 or plan.spec.router is None or row.purpose != ROWS:
+    is_rows = row.operation == "all_to_all" and row.purpose == ROWS
+    if not plan.stack.rows_once_a_host or hosts < 2 or plan.spec.router is None or not is_rows:
         return 1.0
     router = plan.spec.router
     different = hosts * (1 - (1 - 1 / hosts) ** router.top_k)

@@ -85,7 +85,7 @@ def latency_s(operation: str, size: int, in_node: int, rates: Rates) -> float:
 
 
 def sharing_s(row: Collective, plan: Plan, rates: Rates) -> float:
-    """Seconds by which computation beside a collective of FSDP takes longer, which runs beside all of a step: both share
+    """Seconds by which computation beside a collective of FSDP takes longer, which runs throughout a step: both share
     multiprocessors and memory."""
     num_bytes = prediction.wire_bytes(row, prediction.group_size(plan, row.axis))
     return num_bytes * (CHANNELS / rates.intra_bytes_s + MOVED / rates.memory_bytes_s)

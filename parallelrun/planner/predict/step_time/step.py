@@ -84,10 +84,11 @@ class StepModel:
         if parts.get(TENSOR) and not stays_in_node(plan, self._cluster, "tp"):
             parts[TENSOR] += _contention_s(parts[TENSOR], data.gathers + data.sums - parts[DATA], busy)
         weights, _, states = prediction.held_bytes(plan, plan.mesh.coordinate(0))
-        if plan.data.rounds_weights:  # the factors below are of weights in the stored dtype
-            weights = prediction.stored_bytes(plan)
-        read = 2 if plan.precision.stored != plan.precision.accurate else 3  # the copy in the state is updated
-        parts[OPTIMIZER] = streaming_s(2 * states + read * weights, 20, rates)
+        stored, accurate = BYTES[plan.precision.stored], BYTES[plan.precision.accurate]
+        # The factors below are of weights in the accurate dtype, of which a state may have a copy.
+        weights = prediction.stored_bytes(plan) if plan.data.rounds_weights else weights * accurate // stored
+        states -= states // plan.optimizer_states if stored != accurate else 0
+        parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates)
         parts[FIXED] = rates.step_s + host.of_microbatches_s(plan, rates)
         if plan.servers:
             exchanged = servers.exchange(plan, self._cluster, rates, makespan)
