@@ -20,6 +20,7 @@ from parallelrun.models.module import source
 from parallelrun.planner.model import definitions
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.planner.resolve.suggest import with_adapters
 from tests.extras import needs
 from tests.hugging_face_families import overrides
 from tests.plans import narrow_config, tiny_config
@@ -199,3 +200,15 @@ def test_a_model_without_adapters_has_none_to_export(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there are no adapters"):
         export(StoredModel(tmp_path, made, spec, LoadedWeights(tmp_path, {})), tmp_path / "out", "peft", None, 2**30)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_memory_of_adapters_is_planned_in_16_bit_with_recomputation() -> None:
+    """No weight of some blocks has a gradient, and what rounds them is spread over their layers."""
+    plan = resolve(config("llama", precision__name="bf16", recompute="full"))
+    plain = resolve(config("llama", precision__name="fp32", recompute="full"))
+    assert 0 < prediction.heaviest(plan, Config().cluster).total < prediction.heaviest(plain, Config().cluster).total
+
+
+def test_adapters_are_advised_only_where_a_model_takes_them() -> None:
+    assert with_adapters(narrow_config(NET)) == {"model.lora.rank": 8}
+    assert with_adapters(config()) == {} == with_adapters(tiny_config({}))

@@ -14,7 +14,7 @@ from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.planner.resolve.suggest import with_value
 from parallelrun.planner.search import open_keys as chosen
 from parallelrun.planner.search import requested_searches as searches
-from parallelrun.planner.search.crossovers import LENGTH_STEPS, LINKS, MARGIN, SEQ, crossovers
+from parallelrun.planner.search.crossovers import LENGTH_STEPS, LINKS, SEQ, crossovers
 from tests.unit.config.test_presets import composed
 from tests.unit.config.test_presets import plan as planned
 
@@ -73,7 +73,7 @@ def test_a_rate_at_which_another_plan_wins_is_where_both_take_as_long(patient, m
     for one in of_links:
         beyond, before = (one.value * factor for factor in ((0.97, 1.03) if one.value < one.now else (1.03, 0.97)))
         there, here = (with_value(found.config, one.key, value) for value in (beyond, before))
-        best, margin = search.best[0], 1 + MARGIN
+        best, margin = search.best[0], 1.01
         assert margin * seconds(one.winner, there, found.given) < seconds(best, there, found.given)
         assert margin * seconds(one.winner, here, found.given) > seconds(best, here, found.given)
         fastest = searches.searched(with_value(found.config, one.key, one.value), found.given, 16).fastest
