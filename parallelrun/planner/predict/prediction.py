@@ -215,8 +215,11 @@ def memories(plan: Plan, cluster: ClusterConfig | None = None) -> dict[int, Memo
 
 
 def heaviest(plan: Plan, cluster: ClusterConfig) -> Memory:
-    """The largest of `memories`: of pp ranks with equal blocks and neighbours, the first holds most microbatches."""
-    tensors = {ranks[0]: _memory_of(plan, ranks[0], True) for ranks in pp_rank_classes(plan)}
+    """The largest of `memories`: of pp ranks with equal blocks and neighbours, the first holds most microbatches, and
+    the last most weight gradients that wait."""
+    ends = (0, -1) if plan.pipeline.splits_backward else (0,)
+    pp_ranks = {ranks[end] for ranks in pp_rank_classes(plan) for end in ends}
+    tensors = {pp_rank: _memory_of(plan, pp_rank, True) for pp_rank in sorted(pp_ranks)}
     on_device = (device_memory.on_device(memory, plan, pp_rank, cluster) for pp_rank, memory in tensors.items())
     return max(on_device, key=lambda memory: memory.total)
 
