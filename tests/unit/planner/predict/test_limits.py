@@ -14,7 +14,7 @@ from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.planner.resolve.suggest import with_value
 from parallelrun.planner.search import open_keys as chosen
 from parallelrun.planner.search import requested_searches as searches
-from parallelrun.planner.search.crossovers import LENGTH_STEPS, LINKS, SEQ, crossovers
+from parallelrun.planner.search.crossovers import LENGTH_STEPS, LINKS, MARGIN, SEQ, crossovers
 from tests.unit.config.test_presets import composed
 from tests.unit.config.test_presets import plan as planned
 
