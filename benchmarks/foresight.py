@@ -178,8 +178,7 @@ def _choices(row: dict[str, str], number: dict[str, int]) -> Iterator[str]:
     yield f"strategy.tensor.sequence_parallel={str(row['sp'] == '1' and number['tp'] > 1).lower()}"
     yield from (f"precision={row['prec']} cluster={cluster_of(row)}").split()
     if number["experts"]:
-        # Megatron's expert tensor parallel size 1
-        yield from ["strategy.expert.tp=1"] if "strategy.expert.tp" in known_keys() else []
+        yield "strategy.expert.tp=1"  # Megatron's expert tensor parallel size
         yield from ["strategy.expert.kind=dropless", "model.expert_period=1", "model.experts=8", "model.router.top_k=2"]
         yield from ["model.expert_ffn=1024", "model.dense_layers=0", "model.shared_experts=0", "ep=1"]
     if number["pp"] > 1 and number["gbs"] // (number["mbs"] * number["dp"]) < number["pp"]:

@@ -146,9 +146,9 @@ def _is_running(thread: str) -> bool:
 
 
 def _is_staged(storage: torch.UntypedStorage) -> bool:
-    """Whether memory that ranks share holds a storage, which `shared_memory.zeros` has not returned."""
+    """Whether memory that ranks share holds a storage."""
     running, address = engine.existing(), storage.data_ptr()
-    if running is None or address in running.process.arena._tensors:
+    if running is None:
         return False
     memories = (running.process.arena, *(peer.memory for peer in running.process.peers.values()))
     starts = ((memory.tensor(0, torch.uint8, 1).data_ptr(), len(memory.map)) for memory in memories)

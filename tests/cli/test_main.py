@@ -163,7 +163,7 @@ def test_show_prints_what_a_recipe_composes_to(run):
 def test_ls_has_a_source_and_a_description_for_everything(run, kind):
     code, out, _ = run("ls", "--json", *kind.split())
     found = {key: rows for key, rows in json.loads(out).items() if key != "schema"}
-    assert code == 0 and len(found) == (1 if kind else 8)
+    assert code == 0 and len(found) == (1 if kind else 9)
     for rows in found.values():
         assert rows and all(row["name"] and row["source"] and row["description"] for row in rows)
     assert run("ls", *kind.split())[0] == 0

@@ -143,7 +143,7 @@ strategy=horovod dp=4 strategy.data.process_sets=[[0,1],[1,2]]
 strategy=horovod dp=2 strategy.data.compression=powersgd precision=fp16
 strategy=diloco dp=2 strategy.data.outer_momentum=0
 strategy=local_sgd dp=2 strategy.data.outer_lr=0.1
-strategy=gpipe pp=3 model.layers=2
+strategy=gpipe pp=5 model.layers=2
 strategy=gpipe pp=2 microbatches=7
 strategy=gpipe pp=2 micro_batch=5
 strategy=gpipe pp=2 virtual_stages=2
@@ -167,7 +167,7 @@ tp=${nosuch} => 'nosuch' not found | where: tp
 tp=choice(1,2) => multirun
 tp=16
 dp=7
-pp=9
+pp=11
 ep=2 => model=moe_gpt
 depth=2
 grid=2x2
