@@ -28,7 +28,6 @@ from typing import Any
 from benchmarks.pairs import read_arguments, write
 from parallelrun.base.errors import ConfigError
 from parallelrun.config import compose
-from parallelrun.config.keys import known_keys
 from parallelrun.config.overrides import read
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.plan import Plan
