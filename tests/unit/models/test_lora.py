@@ -202,6 +202,7 @@ def test_a_model_without_adapters_has_none_to_export(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@needs("transformers")
 def test_the_memory_of_adapters_is_planned_in_16_bit_with_recomputation() -> None:
     """No weight of some blocks has a gradient, and what rounds them is spread over their layers."""
     plan = resolve(config("llama", precision__name="bf16", recompute="full"))
