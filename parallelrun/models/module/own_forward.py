@@ -28,7 +28,6 @@ READS_VALUES = (
     "__array__", "__bool__", "__contains__", "__float__", "__index__", "__int__", "allclose", "equal", "is_nonzero",
     "item", "numpy", "tolist",
 )  # fmt: skip
-CHANGES = ("__iadd__", "__imul__", "__isub__", "__itruediv__", "__setitem__")
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,18 @@ class AbsentTensor(Tensor):
         name = function.__name__
         if name in READS_VALUES:
             raise undefined("forward reads values that only another stage has", "pp=1", "pp")
-        if name in CHANGES or (name.endswith("_") and not name.endswith("__")):
-            if not isinstance(args[0], cls):
-                raise undefined("forward adds what only another stage has to a tensor, in place", "pp=1", "pp")
-            return args[0]
+        target = (kwargs or {}).get("out", args[0] if _is_in_place(name) else None)
+        if target is not None:
+            if not isinstance(target, cls):
+                raise undefined("forward writes what only another stage has into a tensor, in place", "pp=1", "pp")
+            return target
         return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def _is_in_place(function: str) -> bool:
+    """Whether a function of that name changes its first argument: `add_`, `x += y`, `x[i] = y`."""
+    operator = function.startswith("__i") and function != "__invert__"  # __int__ and __index__ read values
+    return operator or function == "__setitem__" or (function.endswith("_") and not function.endswith("__"))
 
 
 def absent(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,16 @@ def test_forwards_that_stages_cannot_compute_are_refused(twist: str, more: dict[
 
 
 @pytest.mark.parametrize(
-    "twist", ["skip", "skip, in place", "mask of values", "branch on values", "looped", "between blocks, in place"]
+    "twist",
+    [
+        "skip",
+        "skip, in place",
+        "skip, into a tensor",
+        "mask of values",
+        "branch on values",
+        "looped",
+        "between blocks, in place",
+    ],
 )
 def test_large_modules_are_refused_by_what_they_read(twist: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parallelrun.models.module.inspection.CHECKED_PARAMETERS", 0)
@@ -82,6 +92,10 @@ def test_large_modules_are_refused_by_what_they_read(twist: str, monkeypatch: py
 def test_what_absent_modules_return_cannot_be_read() -> None:
     absent = own_forward.absent((2, 3), torch.ones(()))
     assert isinstance(absent * torch.ones(3), own_forward.AbsentTensor) and absent.size(1) == 3
+    for change in (operator.ior, operator.ixor, operator.iadd, torch.Tensor.copy_):
+        with pytest.raises(ConfigError, match="in place"):
+            change(torch.ones(2, 3), absent)
+    assert isinstance(~absent.bool(), own_forward.AbsentTensor)
     for read in (bool, float, lambda x: x.tolist(), lambda x: x[0, 0].item(), lambda x: torch.equal(x, x)):
         with pytest.raises(ConfigError):
             read(absent)
