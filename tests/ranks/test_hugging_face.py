@@ -66,6 +66,11 @@ _T5 = {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 192, "num_layers": 
 PEAKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", _GROUPED, {}),
     "llama, bf16": ("llama", _GROUPED, {"precision.name": "bf16"}),
+    "llama, bf16, fsdp, recomputed": (
+        "llama",
+        _GROUPED,
+        {"precision.name": "bf16", "recompute": "full", "dp": 2, "strategy.data.kind": "fsdp"},
+    ),  # FSDP's hooks round the weights of a norm, in a second forward as well
     "bert": ("bert", _WIDE, {}),
     "gpt2": ("gpt2", {"vocab_size": 128, "n_embd": 64, "n_layer": 4, "n_positions": 128}, {}),
     "t5": ("t5", _T5, {}),

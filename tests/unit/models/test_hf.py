@@ -19,6 +19,9 @@ from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.hf import spec
 from parallelrun.models.moe import own_experts
 from parallelrun.models.moe.layer import LocalDispatcher
+from parallelrun.planner.resolve.resolve_config import resolve
+from parallelrun.training.loop.build import build
+from parallelrun.training.loop.step import finish_gradients, forward_backward
 from tests.hugging_face_families import FAMILIES, directory, overrides
 from tests.plans import llama, narrow_config, tiny_plan
 
@@ -214,3 +217,18 @@ def test_weights_of_another_size_are_refused_by_name(tmp_path: Path) -> None:
     given.init.weights = str(tmp_path)
     with pytest.raises(CheckpointError, match=r"embed_tokens.*\[96, 32\]"):
         initial_weights(given, spec.MODEL.make(given, 96))
+
+
+def gradients(**more: Any) -> dict[str, torch.Tensor]:
+    """The gradients of a step in bf16."""
+    made = config(precision__name="bf16", global_batch=4, **more)
+    training = build(made, resolve(made), torch.device("cpu"))
+    forward_backward(training, 1)
+    finish_gradients(training)
+    return {p.name: p.tensor.grad.clone() for p in training.parameters}
+
+
+def test_a_second_forward_rounds_the_weights_that_the_first_has_rounded() -> None:
+    """A norm and an output layer are blocks of one layer, whose hooks round their weights."""
+    once, again = gradients(), gradients(recompute="full")
+    assert all(torch.equal(again[name], gradient) for name, gradient in once.items())
