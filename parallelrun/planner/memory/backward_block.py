@@ -94,9 +94,8 @@ def _with_rounded(passes: tuple[LayerBackward, ...], rounded: int) -> tuple[Laye
     """With the rounded weights that a second forward keeps. What a layer has saved is freed before the gradient of its
     weights, in the compute dtype until then, is there in the stored one, too."""
     weights, changed = sum(layer.weights for layer in passes), []
-    if not weights:  # of a block that was measured as one, or is frozen
-        return (replace(passes[0], kept=passes[0].kept + rounded), *passes[1:])
     for layer in passes:
-        saved = layer.kept + (rounded * layer.weights // weights if weights else rounded // len(passes))  # LoRA: frozen
+        part = layer.weights / weights if weights else 1 / len(passes)  # of frozen weights: equal parts
+        saved = layer.kept + int(rounded * part)
         changed.append(replace(layer, kept=saved, scratch=layer.scratch - min(layer.weights, saved)))
     return tuple(changed)
