@@ -124,7 +124,7 @@ class OptimizerConfig:
 
 @dataclass
 class PrecisionConfig:
-    """fp32 | bf16 | fp16 | fp64, as defined in `parallelrun.base.precision`; auto on the command line's default."""
+    """fp32 | bf16 | fp16 | fp64, as defined in `parallelrun.base.precision`; auto, which the command line fills in."""
 
     name: str = key("fp32", choices=(*TABLE, AUTO))
     description: str = ""

@@ -210,8 +210,8 @@ def _gathered_at(index: int, freed: Sequence[int]) -> tuple[int, int]:
 def _padded_numel(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:
     """Elements of a unit as it is sent, computed once for the units of equal blocks."""
     block = plan.spec.first_alike.get(unit.block, unit.stage)
-    dtypes = {p.spec.stored for p in unit.parameters}
-    key = "padded numel", unit.kind, block, len(unit.parameters), *dtypes, *sorted(coordinate.items())
+    dtypes = frozenset(p.spec.stored for p in unit.parameters)
+    key = "padded numel", unit.kind, block, len(unit.parameters), dtypes, *sorted(coordinate.items())
 
     def compute() -> int:
         shapes = local_shapes(unit.parameters, coordinate, plan)

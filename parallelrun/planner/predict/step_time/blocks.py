@@ -24,7 +24,7 @@ from parallelrun.planner.predict.step_time.rates import Rates
 PRODUCTS, ATTENTION, MEMORY_BOUND, HOST = "products", "attention", "memory-bound", "host"
 TENSOR, EXPERT, STATISTICS = "tensor communication", "expert communication", "statistics communication"
 CONTEXT = "context communication"
-COMPUTED = {PRODUCTS, ATTENTION, MEMORY_BOUND}
+COMPUTED = (PRODUCTS, ATTENTION, MEMORY_BOUND)
 Parts = dict[str, float]
 Shape = tuple[int, int, int]  # rows, inner, columns of a product
 
@@ -76,11 +76,8 @@ def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rate
             parts[TENSOR] = tensor_s(parts[TENSOR], parts[PRODUCTS], plan, is_backward)
     for parts in (forward, backward, time.again):
         if parts.get(EXPERT) and plan.stack.expert_overlap:
-            hidden, computing = (
-                plan.stack.expert_overlap * parts[EXPERT],
-                sum(map(parts.__getitem__, COMPUTED & parts.keys())),
-            )
-            parts[EXPERT] += exposed_s(hidden, computing) - hidden
+            hidden = plan.stack.expert_overlap * parts[EXPERT]
+            parts[EXPERT] += exposed_s(hidden, sum(parts.get(name, 0.0) for name in COMPUTED)) - hidden
         if plan.context and parts.get(CONTEXT) and not rates.synchronous:
             parts[CONTEXT] = plan.context.exposed_s(parts[CONTEXT], parts.get(ATTENTION, 0.0), plan)
     _add_host(time, calls, checks, block, plan, rates)

@@ -57,21 +57,21 @@ def shapes(block: BlockSpec, plan: Plan) -> ExpertShapes | None:
     return once(plan.blocks_cache, ("expert shapes", plan.spec.first_alike[block.name]), compute)
 
 
-def products_s(found: ExpertShapes, plan: Plan, rates: Rates) -> tuple[float, float]:
+def products_s(of_experts: ExpertShapes, plan: Plan, rates: Rates) -> tuple[float, float]:
     """Seconds (forward, backward) of the experts' products of one microbatch, whose weights are read once each."""
     width, forward, backward = BYTES[plan.precision.compute], 0.0, 0.0
     balance = plan.stack.expert_imbalance if plan.expert else 1.0  # a rank with all experts has all rows
-    rows = max(1, round(found.rows * balance))
-    for count, outputs, inputs in found.matrices:
+    rows = max(1, round(of_experts.rows * balance))
+    for count, outputs, inputs in of_experts.matrices:
         forward += product_s(rows, inputs, outputs, width, rates, count)
         backward += product_s(rows, outputs, inputs, width, rates, count)
         backward += product_s(outputs, rows, inputs, width, rates, count)
     return forward / OF_GROUPED, backward / OF_GROUPED
 
 
-def rows_s(found: ExpertShapes, plan: Plan, rates: Rates) -> tuple[float, float]:
+def rows_s(of_experts: ExpertShapes, plan: Plan, rates: Rates) -> tuple[float, float]:
     """Seconds (forward, backward) in which routed rows are reordered."""
-    elements = found.num_rows * plan.spec.hidden * BYTES[plan.precision.compute] / 2
+    elements = of_experts.num_rows * plan.spec.hidden * BYTES[plan.precision.compute] / 2
     forward, backward = (streaming_s(num_bytes * elements, 4, rates) for num_bytes in ROW_BYTES)
     return forward, backward
 

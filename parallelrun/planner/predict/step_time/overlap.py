@@ -44,10 +44,10 @@ def data_s(gathers: float, sums: float, shared: float, forward: float, backward:
     """Seconds by which the data strategy's communication makes a step longer, beside backward and forward.
 
     gathers, sums: of weights and of gradients in a step. shared: by which they slow down what hides them, if all of
-    them are hidden. forward, backward: seconds in which a rank computes one
-    microbatch. Gradients travel under the last microbatch's backward pass, each block's while the one before it
-    computes, or under every one where all of them reduce; the new weights of a sharded optimizer under the first
-    forward pass. Sharded weights (FSDP) do so too, or in both passes of every microbatch where they are gathered again.
+    them are hidden. forward, backward: seconds in which a rank computes one microbatch. Gradients travel under the last
+    microbatch's backward pass, each block's while the one before it computes, or under every one where all of them
+    reduce; the new weights of a sharded optimizer under the first forward pass. Sharded weights (FSDP) do so too, or in
+    both passes of every microbatch where they are gathered again.
     """
     if not (plan.stack.data_overlap and plan.data.overlaps_backward):
         return gathers + sums

@@ -135,11 +135,9 @@ class StepModel:
 
         def compute() -> Rates | None:
             rates = rates_of(self._cluster, plan.precision.name)
-            return (
-                None
-                if rates is None or why_unknown(plan, self._cluster)
-                else cores.of_a_rank(rates, plan, self._cluster)
-            )
+            if rates is None or why_unknown(plan, self._cluster):
+                return None
+            return cores.of_a_rank(rates, plan, self._cluster)
 
         return once(self._cache, ("rates", plan.world, plan.servers), compute)
 
