@@ -33,7 +33,7 @@ def letters_between(left: str, right: str) -> int:
 
 
 def test_typos_of_keys():
-    random, wrong, hits, silent, count = Random(33), [], 0, 0, examples(2000)
+    random, wrong, hits, silent, count = Random(33), [], 0, 0, examples(800)
     for _ in range(count):
         key = random.choice(list(KEYS.values()))
         name = key.name if random.random() < 0.5 else key.name.rpartition(".")[2]

@@ -21,6 +21,7 @@ from tests.plans import tiny_config
 GSHARD = RouterConfig(kind="gshard", second_expert="random", capacity_factor=1.0, jitter=0.1)
 EXPERTS = {"model.experts": 4, "model.shared_experts": 1, "model.router": GSHARD}
 LLAMA = {"model.norm": "rmsnorm", "model.activation": "swiglu", "model.position": "rope", "model.kv_heads": 2}
+MODES = ("none", "selective", "full", recompute.KEPT)
 TOKENS = torch.arange(16).view(2, 8)
 SAMPLES = torch.tensor([5, 9])
 
@@ -65,8 +66,7 @@ def test_gradients_are_bitwise_those_of_keeping_everything(mode: str, overrides:
         assert torch.equal(found[name], gradient), name
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("mode", ["none", "selective", "full", recompute.KEPT])
+@pytest.mark.parametrize(("mode", "precision"), [("none", "fp16"), *((m, "bf16") for m in MODES)])
 @pytest.mark.parametrize("overrides", [{}, LLAMA, EXPERTS], ids=["gpt", "llama", "experts"])
 def test_rounding_again_in_backward_gives_the_bits_of_kept_copies(
     mode: str, overrides: dict[str, Any], precision: str
@@ -80,7 +80,7 @@ def test_rounding_again_in_backward_gives_the_bits_of_kept_copies(
         assert found[name].dtype == torch.float32 and torch.equal(found[name], gradient), name
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full", recompute.KEPT])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("overrides", [{}, LLAMA, EXPERTS], ids=["gpt", "llama", "experts"])
 def test_a_microbatch_in_flight_keeps_no_rounded_weights(mode: str, overrides: dict[str, Any]) -> None:
     """Weights of a block are 12 x 64 x 64 numbers here, activations a few times 16 x 64."""

@@ -40,7 +40,7 @@ def problems(words: list[str]) -> tuple[Problem, ...]:
 @pytest.mark.parametrize("strategy", KEYS)
 def test_what_is_suggested_is_typed_and_helps(strategy):
     random, num_refused = Random(strategy), 0
-    for _ in range(examples(10)):
+    for _ in range(examples(6)):
         words = [f"model={'moe_gpt' if strategy == 'gshard' else 'gpt'}", f"strategy={strategy}"]
         words += [f"{key}={value(key, random)}" for key in KEYS[strategy] if random.random() < 0.9]
         for problem in problems(words):
