@@ -69,6 +69,11 @@ def counted(number: int, noun: str, ending: str = "s") -> str:
     return f"{number:,} {noun}{ending if number != 1 else ''}"
 
 
+def rank_range(first: int, count: int) -> str:
+    """`rank 3`, `ranks 4 to 7`."""
+    return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
+
+
 def either(key: str, values: Iterable[int]) -> str:
     """`tp=2 or tp=4`."""
     return " or ".join(f"{key}={value}" for value in values)

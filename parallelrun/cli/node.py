@@ -32,16 +32,15 @@ def run(words: Sequence[str]) -> int | None:
 def _start(node: Node, words: Sequence[str]) -> int:
     from parallelrun.base import stop_signals
     from parallelrun.base.wording import counted
-    from parallelrun.launch.over_ssh.ssh_agent import Order, Ranks
+    from parallelrun.launch.over_ssh.ssh_agent import start_ranks, supervise
 
     environ = {
         "WORLD_SIZE": str(node.world),
         "MASTER_ADDR": node.address,
         "MASTER_PORT": str(node.port),
-        "LOCAL_WORLD_SIZE": str(node.ranks_per_node),
     }
     place = f"node {node.index} of {node.num_nodes} ({node.source})"
     print(f"{place}: starting {counted(node.ranks_per_node, 'rank')}", file=sys.stderr, flush=True)
-    ranks = Ranks(Order(list(words), node.first_rank, node.ranks_per_node, environ))
-    with stop_signals.handlers((signal.SIGINT, *stop_signals.STOP_SIGNALS), lambda number, _: ranks.send(number)):
-        return ranks.wait()
+    signals: list[int] = []
+    with stop_signals.handlers((signal.SIGINT, *stop_signals.STOP_SIGNALS), lambda number, _: signals.append(number)):
+        return supervise(start_ranks(words, node.first_rank, node.ranks_per_node, environ), signals)

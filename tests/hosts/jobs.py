@@ -86,3 +86,27 @@ def by_mpirun(
                *NOTICES_A_CUT, "--bind-to", "none", "--wdir", str(folder), *names, sys.executable, *words]  # fmt: skip
     settings = environ(**handed)
     return Job(folder, [network.popen(network.names[0], *command, output=folder / "output", env=settings)])
+
+
+def agent(network: Network, name: str) -> int | None:
+    """The process that starts the ranks of a host: our agent, or on its own host our launcher; None without one."""
+    lines = {pid: read(Path(f"/proc/{pid}/cmdline")).split("\0") for pid in sorted(network.processes(name))}
+    ours = (pid for pid, words in lines.items() if words[1:2] == ["-m"] and words[2].startswith("parallelrun"))
+    return next(ours, None)
+
+
+def ranks(network: Network, name: str) -> list[int]:
+    """The ranks of a host that our launcher has started, in their order."""
+    starter = str(agent(network, name))
+    pids = sorted(pid for pid in network.processes(name) if _parent(pid) == starter)
+    return [pid for pid in pids if variable(pid, "RANK")]
+
+
+def _parent(pid: int) -> str:
+    return "".join(read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1:2])
+
+
+def variable(pid: int, name: str) -> str:
+    """The variable of a process, empty if it is not set."""
+    lines = read(Path(f"/proc/{pid}/environ")).split("\0")
+    return next((line.partition("=")[2] for line in lines if line.startswith(f"{name}=")), "")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.jobs import PORT, Job, by_mpirun, by_torchrun, environ
+from tests.cli.launcher import wait_for
+from tests.cli.test_launch_supervisor import listening_addresses
+from tests.hosts.jobs import PATIENCE_S, PORT, Job, by_mpirun, by_torchrun, environ, ranks, variable
 from tests.hosts.network import Network
 from tests.matrix import FULL
 
@@ -69,15 +72,26 @@ def test_mpirun(network, tmp_path, expected, ssh_config):
     assert "without a token" not in job.output
 
 
-def test_our_launcher_with_a_hostfile(network, tmp_path, expected, ssh_config):
-    """Started on a third machine's behalf: from the first host, which is also one of the two."""
-    (tmp_path / "hosts").write_text("".join(f"{network.address(name)} slots=2\n" for name in network.names))
-    words = ["--hostfile", str(tmp_path / "hosts"), "--ssh-config", str(ssh_config)]
-    job = Job(tmp_path, [
-        network.popen(network.names[0], sys.executable, *PROGRAM, *words, output=tmp_path / "output",
-                      env=environ())
+def test_our_launcher_with_a_hostfile_of_uneven_hosts(network, tmp_path, expected, ssh_config):
+    """The ranks are in the hosts' order: rank 0, which serves the others, is on another host than the launcher.
+
+    A folder's name reaches the remote shell: it must not be read by it.
+    """
+    folder = tmp_path / "it's; touch pwned $(touch pwned)"
+    folder.mkdir()
+    first, second = network.names
+    (folder / "hosts").write_text(f"{network.address(second)} slots=1\n{first}:3\n")
+    words = ["--hostfile", "hosts", "--ssh-config", str(ssh_config)]
+    job = Job(folder, [
+        network.popen(first, sys.executable, *PROGRAM, *words, output=folder / "output", env=environ())
     ])  # fmt: skip
+    served = wait_for(lambda: (pids := ranks(network, second)) and listening_addresses(pids), job.output, PATIENCE_S)
+    assert served == {"02004D0A"}, "10.77.0.2, as /proc/net/tcp writes it"
+    assert [variable(pid, "RANK") for name in (second, first) for pid in ranks(network, name)] == ["0", "1", "2", "3"]
     check(job, expected, network)
+    assert f"starting rank 0 on {network.address(second)}, ranks 1 to 3 on {first}" in job.output
+    assert re.search(rf"^\[{network.address(second)}\] step 3/3 .*tokens/s$", job.output, re.MULTILINE)
+    assert not list(tmp_path.rglob("pwned"))
 
 
 @pytest.mark.skipif(not FULL, reason="as torchrun's test: with --matrix=full")

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from parallelrun.base.errors import EXIT_RANK_DIED, Problem
+from parallelrun.base.wording import rank_range
 from parallelrun.launch.failures.failure import Failure
 from parallelrun.launch.host.environment import Attached
 from parallelrun.launch.host.heartbeat import HeartbeatFile
@@ -50,8 +51,7 @@ class Reach:
         lost = min(here, there, key=lambda side: (len(side), side[0].rank == 0))
         name = lost[0].host
         ranks = [member.rank for member in lost if member.host == name]
-        text = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        message = f"the connection to host {name} ({text}) was lost: it does not answer"
+        message = f"the connection to host {name} ({rank_range(ranks[0], len(ranks))}) was lost: it does not answer"
         return Failure(ranks[0], message, EXIT_RANK_DIED, problems=(Problem(message),), host=name)
 
     def _probed(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,17 +37,11 @@ class HostRanks:
         here = os.uname().nodename
         return self.name in ("localhost", "127.0.0.1", "[::1]", here, here.partition(".")[0])
 
-    @property
-    def ranks(self) -> str:
-        """The ranks as a text."""
-        last = self.first_rank + self.num_ranks - 1
-        return f"rank {last}" if self.num_ranks == 1 else f"ranks {self.first_rank} to {last}"
-
 
 def place_ranks(ranks: str | None, hosts: str | None, hostfile: str | None = None) -> tuple[HostRanks, ...]:
     """Return the ranks of `-np ranks -H hosts`, () if none is given. Raises ConfigError with horovodrun's message.
 
-    Without -np all slots are used; without hosts all ranks run on this one. Hosts that get no rank come last.
+    Without -np all slots are used; without hosts all ranks run on this one. Hosts that get no rank are left out.
     hostfile: a file with a host on each line, instead of -H.
     """
     if hosts is not None and hostfile is not None:
@@ -56,11 +50,8 @@ def place_ranks(ranks: str | None, hosts: str | None, hostfile: str | None = Non
         return ()
     if ranks is not None and not _NUMBER.fullmatch(ranks):
         raise ConfigError(Problem(f"-np {ranks}: must be a number of ranks, at least 1", COMMAND_LINE, "-np 2"))
-    if hostfile is not None:
-        entries = list(_lines(Path(hostfile)))
-    else:
-        entries = [(f"-H {hosts}", entry) for entry in hosts.split(",")] if hosts is not None else [("", "localhost")]
-    slots = _slots(entries)
+    listed = ((f"-H {hosts}", entry) for entry in ("localhost" if hosts is None else hosts).split(","))
+    slots = _slots(listed if hostfile is None else _lines(Path(hostfile)))
     num_ranks = int(ranks) if ranks is not None else sum(count or 1 for count in slots.values())
     available = sum(num_ranks if count is None else count for count in slots.values())
     if num_ranks > available:
@@ -71,7 +62,7 @@ def place_ranks(ranks: str | None, hosts: str | None, hostfile: str | None = Non
         on_host = min(num_ranks - first, num_ranks if count is None else count)
         placed.append(HostRanks(name, first, on_host))
         first += on_host
-    return tuple(placed)
+    return tuple(host for host in placed if host.num_ranks)
 
 
 def _lines(file: Path) -> Iterator[tuple[str, str]]:
@@ -88,13 +79,12 @@ def _lines(file: Path) -> Iterator[tuple[str, str]]:
     yield from ((f"{file}, line {number}", line) for number, line in enumerate(lines, 1) if line)
 
 
-def _slots(entries: Sequence[tuple[str, str]]) -> dict[str, int | None]:
+def _slots(entries: Iterable[tuple[str, str]]) -> dict[str, int | None]:
     """Return the slots of each host; None (not given) means as many as needed. entries: (place, host with slots)."""
     slots: dict[str, int | None] = {}
     problems = []
     for place, entry in entries:
-        match = _HOST.fullmatch(entry)
-        if match is None:
+        if (match := _HOST.fullmatch(entry)) is None:
             message = f"{place}: {entry!r} is not a host with slots, as in h1:4,h2:4"
             problems.append(Problem(message, COMMAND_LINE, "-H localhost:2"))
             continue
@@ -107,4 +97,4 @@ def _slots(entries: Sequence[tuple[str, str]]) -> dict[str, int | None]:
 
 def has_others(hosts: Sequence[HostRanks]) -> bool:
     """Return whether some ranks run on other hosts."""
-    return any(host.num_ranks and not host.is_here for host in hosts)
+    return any(not host.is_here for host in hosts)

@@ -53,7 +53,7 @@ def test_adasum_adds_what_is_orthogonal_and_averages_what_is_parallel():
     ("ranks", "listed", "expected"),
     [
         ("5", "b:4,a:4", [("b", 0, 4), ("a", 4, 1)]),  # in the order of the hosts
-        ("4", "b:4,a:4", [("b", 0, 4), ("a", 4, 0)]),
+        ("4", "b:4,a:4", [("b", 0, 4)]),
         (None, "b:4,a:2", [("b", 0, 4), ("a", 4, 2)]),
         ("3", None, [("localhost", 0, 3)]),
         ("3", "localhost", [("localhost", 0, 3)]),
