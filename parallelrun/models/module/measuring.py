@@ -20,9 +20,9 @@ from parallelrun.models.module.own_loss import tensors_of
 
 @dataclass
 class Saved:
-    """What autograd saves in a block's forward. storages: by id, kept alive, so that no two share an id; masks: elements of dropout masks, a byte each, which eval mode does not save; after_sum: some are saved
-    after the block's last layer whose result ranks sum. input_gradients: by id of a layer with an adapter, see
-    `LayerSpec`."""
+    """What autograd saves in a block's forward. storages: by id, kept alive, so that no two share an id; masks:
+    elements of dropout masks, a byte each, which eval mode does not save; after_sum: some are saved after the block's
+    last layer whose result ranks sum. input_gradients: by id of a layer with an adapter, see `LayerSpec`."""
 
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     masks: int = 0
