@@ -44,6 +44,7 @@ class GptDefinition(ModelDefinition):
             experts=model.experts,
             router=moe.router_spec(model),
             window=model.window,
+            norm_position=model.norm_position,
             attended=transformer.windowed(model),
         )
 

@@ -278,7 +278,6 @@ def transformer_spec(model: ModelConfig, vocab: int, blocks: tuple[BlockSpec, ..
         num_layers=model.layers,
         activation=model.activation,
         norm=model.norm,
-        norm_position=model.norm_position,
         attention_dropout=model.attention_dropout,
         latent=latent_spec.latent_sizes(model),
         **values,
