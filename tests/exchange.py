@@ -44,7 +44,7 @@ LATENT = {
     "model.qk_rope_head_dim": 4, "model.v_head_dim": 7, "model.norm_eps": 1e-6, "model.experts": 8,
 }  # fmt: skip
 QWEN2 = {**LLAMA, "model.qkv_bias": True, "model.norm_eps": 1e-6}
-QWEN3 = {**LLAMA, "model.qk_norm": True, "model.head_dim": 6}
+QWEN3 = {**LLAMA, "model.qk_norm": "head", "model.head_dim": 6}
 CASES: dict[str, dict[str, Any]] = {  # by the class of transformers, and more than one option of some
     "GPT2LMHeadModel": {},
     "GPT2LMHeadModel, relu, untied": {"model.activation": "relu", "model.tied_embeddings": False, "model.ffn": 24},
@@ -82,6 +82,7 @@ CASES: dict[str, dict[str, Any]] = {  # by the class of transformers, and more t
         "model.rope_mscale": 0.5, "model.rope_mscale_all_dim": 0.5,
         "model.router": RouterConfig(top_k=3, renormalise="none", n_group=4, topk_group=2, scaling=1.5),
     },
+    "Olmo2ForCausalLM": {**LLAMA, "model.qk_norm": "all", "model.norm_position": "post"},
     "Qwen2ForCausalLM": QWEN2,
     "Qwen2ForCausalLM, tied": {**QWEN2, "model.tied_embeddings": True},
     "Qwen3ForCausalLM": QWEN3,

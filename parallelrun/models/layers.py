@@ -175,6 +175,13 @@ class HeadNorm(HiddenNorm):
     layer_role = "per_head"
 
 
+class AllHeadsNorm(HiddenNorm):
+    """The norm of all heads' features together, for which a tensor strategy sums statistics. `recompute` saves the same
+    tensors without one."""
+
+    communicates: ClassVar[bool] = True
+
+
 class SharedInput(RoleLayer):
     """x (batch, seq, features), unchanged, before what a tensor strategy splits by something else than features of a
     linear layer: the key that all heads of latent attention share, and, as `ExpertInput`, that of router and experts.

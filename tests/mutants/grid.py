@@ -65,7 +65,7 @@ def wrong_scatter_axis() -> None:
 
 def norm_of_own_features() -> None:
     """Each rank's mean and variance are those of its own features."""
-    from parallelrun.strategies.tensor.grid import norm
+    from parallelrun.strategies.tensor.common import norm
 
     norm._merge = lambda own, count, group: (own[0], own[1] / count)
 

@@ -79,6 +79,24 @@ def gradients_of_head_norms_not_summed() -> None:
     _not_summed("per_head")
 
 
+def norm_of_own_heads() -> None:
+    _norm_of_own_heads(dims=2)  # a number for each token
+
+
+def norm_gradient_of_own_heads() -> None:
+    _norm_of_own_heads(dims=3)
+
+
+def _norm_of_own_heads(dims: int) -> None:
+    right = comm.all_reduce
+
+    def own(tensor, group, label, **options):
+        mine = label == "norm" and tensor.dim() == dims
+        return tensor.mul_(group.size) if mine else right(tensor, group, label, **options)
+
+    comm.all_reduce = own
+
+
 def _not_summed(role: str) -> None:
     right = Megatron1D.layout
 

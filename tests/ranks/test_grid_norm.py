@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parallelrun.distributed.mesh import Group
 from parallelrun.models import layers as single_device
-from parallelrun.strategies.tensor.grid import norm
+from parallelrun.strategies.tensor.common import norm
 from tests.pool import run_ranks
 
 SHAPE = (2, 3, 24)  # samples, sequence, features
@@ -49,7 +49,7 @@ def split_norm(kind: str, dtype: torch.dtype, bias: bool, mean: float) -> dict[s
     for parameter in unsplit.parameters():
         parameter.data = part(parameter.data)
     x, grad = values(2, SHAPE, mean).to(dtype), values(3, SHAPE).to(dtype)
-    return run(norm.GridNorm(unsplit, group=group), part(x), part(grad))
+    return run(norm.SplitNorm(unsplit, group=group), part(x), part(grad))
 
 
 def errors(world: int, kind: str, dtype: torch.dtype, bias: bool, mean: float) -> dict[str, float]:

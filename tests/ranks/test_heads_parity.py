@@ -1,5 +1,6 @@
 """Options of plain attention that published models have train on several ranks as on one device, and send what is
-predicted: heads of a size of their own, norms of heads, biases of queries, keys and values alone, windows."""
+predicted: heads of a size of their own, norms of heads, of all heads and of results, biases of queries, keys and values
+alone, windows."""
 
 from __future__ import annotations
 
@@ -32,15 +33,23 @@ def test_heads_of_a_size_of_their_own(plan: str) -> None:
     assert_equal(parity({**WIDE, **PLANS[plan]}))
 
 
-NORMED = WIDE | {"model.qk_norm": True, "model.qkv_bias": True}
+NORMED = WIDE | {"model.qk_norm": "head", "model.qkv_bias": True}
 EXPERTS: dict[str, Any] = {
     "model.experts": 4, "model.expert_period": 1, "model.expert_ffn": 12, "model.own_router": True, "dp": 2, "ep": 2,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan not in ("fsdp", "2.5d", "cp, ulysses, tp")])
 def test_norms_of_heads_and_biases_of_their_projections(plan: str) -> None:
     assert_equal(parity({**NORMED, **PLANS[plan]}))
+
+
+OLMO = llama(model__qk_norm="all", model__norm_position="post")
+
+
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan not in ("2d", "3d", "cp, ring", "selective, tp")])
+def test_norms_of_all_heads_together_and_of_results(plan: str) -> None:
+    assert_equal(parity({**OLMO, **PLANS[plan]}))
 
 
 @pytest.mark.parametrize("more", [EXPERTS, EXPERTS | {"tp": 2}], ids=["ep", "ep, tp"])
@@ -49,7 +58,7 @@ def test_norms_of_heads_beside_experts(more: dict[str, Any]) -> None:
 
 
 def test_layernorms_of_heads_with_biases_and_learned_positions() -> None:
-    assert_equal(parity({"model.qk_norm": True, "tp": 4, "layout": "2d"}))
+    assert_equal(parity({"model.qk_norm": "head", "tp": 4, "layout": "2d"}))
 
 
 WINDOW = llama(model__window=5, model__seq=24)

@@ -112,8 +112,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "fsdp": GPT | data("fsdp"),
     "latent": LATENT,
     "packed": LLAMA | PACKED,
-    "norms of heads with biases, tp sequence": GPT | {"tp": 2, "model.qk_norm": True} | SEQUENCE,
-    "norms of heads, 2d": GPT | GRID | {"tp": 4, "layout": "2d", "model.qk_norm": True, "model.norm": "rmsnorm"},
+    "norms of heads with biases, tp sequence": GPT | {"tp": 2, "model.qk_norm": "head"} | SEQUENCE,
+    "norms of heads, 2d": GPT | GRID | {"tp": 4, "layout": "2d", "model.qk_norm": "head", "model.norm": "rmsnorm"},
+    "norms of all heads and of results, tp sequence selective": LLAMA
+    | {"tp": 2, "model.qk_norm": "all", "model.norm_position": "post"}
+    | SEQUENCE
+    | SELECTIVE,
     "window, long": LONG | {"model.window": 200},
     "window, long, cp": LONG | {"model.window": 100} | context("ring", order="striped"),
     "wide heads tp": LLAMA | {"tp": 2, "model.head_dim": 48},

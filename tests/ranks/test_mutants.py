@@ -93,8 +93,10 @@ PLANTED: list[tuple[str, Overrides]] = [
     ("slices_of_norm_gradients_not_summed", SEQUENCE),
     ("slices_of_norm_gradients_not_summed", {**llama(), "tp": 4}),  # of copied kv heads
     ("router_gradients_not_summed", ROUTED),
-    ("gradients_of_head_norms_not_summed", {**llama(model__qk_norm=True), "tp": 2}),
-    ("columns_of_head_norms_not_summed", {**llama(model__qk_norm=True), "tp": 4, "layout": "2d"}),
+    ("gradients_of_head_norms_not_summed", {**llama(model__qk_norm="head"), "tp": 2}),
+    ("columns_of_head_norms_not_summed", {**llama(model__qk_norm="head"), "tp": 4, "layout": "2d"}),
+    ("norm_of_own_heads", {**llama(model__qk_norm="all"), "tp": 2}),
+    ("norm_gradient_of_own_heads", {**llama(model__qk_norm="all"), "tp": 2}),
     ("entered_without_summing_gradients", ROUTED),
     ("left_without_summing", ROUTED),
     ("auxiliary_loss_of_every_rank", ROUTED),

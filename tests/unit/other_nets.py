@@ -214,37 +214,6 @@ class Residual(nn.Module):
         return self.relu(x)
 
 
-def mobilenet(num_classes: int = 1000) -> nn.Module:
-    """Depthwise convolutions, hard swish and dropout, as torchvision's mobilenet_v3."""
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8, eps=0.001, momentum=0.01), nn.Hardswish(inplace=True),
-        nn.Conv2d(8, 8, 5, 1, 2, groups=8, bias=False), nn.BatchNorm2d(8, eps=0.001, momentum=0.01), nn.Hardswish(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2, inplace=True), nn.Linear(8, num_classes),
-    )  # fmt: skip
-
-
-class VisionTransformer(nn.Module):
-    """Patches by a convolution, a class token and learned positions, as torchvision's vit_b_16."""
-
-    def __init__(self, image_size: int = 8, num_classes: int = 1000):
-        super().__init__()
-        self.image_size = image_size
-        self.conv_proj = nn.Conv2d(3, 16, 4, 4)
-        self.class_token = nn.Parameter(torch.zeros(1, 1, 16))
-        self.positions = nn.Parameter(torch.empty(1, (image_size // 4) ** 2 + 1, 16).normal_(std=0.02))
-        self.encoder = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=True)
-        self.head = nn.Linear(16, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_proj(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], 1) + self.positions
-        return self.head(self.encoder(x)[:, 0])
-
-
-def vit(num_classes: int = 1000) -> nn.Module:
-    return VisionTransformer(num_classes=num_classes)
-
-
 class Nested(nn.Module):
     """All layers are inside one module, with what they need around them."""
 

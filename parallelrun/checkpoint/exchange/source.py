@@ -24,8 +24,8 @@ from parallelrun.planner.model import definitions
 from parallelrun.planner.model.model_spec import ModelSpec
 from parallelrun.planner.resolve.resolve_config import spec_of
 
-FUNCTION_KEYS = ("norm", "norm_eps", "activation", "position", "rope_theta", "rope_scaling", "rope_factor", "bias",
-                 "window", "tied_embeddings", "rope_mscale", "rope_mscale_all_dim")  # fmt: skip
+FUNCTION_KEYS = ("norm", "norm_eps", "norm_position", "activation", "position", "rope_theta", "rope_scaling",
+                 "rope_factor", "bias", "window", "tied_embeddings", "rope_mscale", "rope_mscale_all_dim")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,10 @@ class ModelConfig:
     heads: int = key(8, "attention heads", least=1, most=COUNT)
     kv_heads: int | None = key(None, "key and value heads; null: the same number as heads", least=1, most=COUNT)
     head_dim: int | None = key(None, "features of an attention head; null: hidden / heads", least=1, most=SIZE)
-    qk_norm: bool = key(False, "queries and keys of every head are normalised, by weights that all heads share (Qwen3)")
+    qk_norm: str | None = key(
+        None, "norms of queries and keys: of each head, with the same weights (Qwen3), or of all together (OLMo 2)",
+        choices=("head", "all"),
+    )  # fmt: skip
     qkv_bias: bool | None = key(None, "queries, keys and values have biases; null: the same as model.bias")
     window: int | None = key(
         None, "keys that a token attends to, its own and those before it (Mistral); null: all", least=1, most=SIZE
@@ -85,6 +88,9 @@ class ModelConfig:
     vocab: int | None = key(None, "number of token ids or classes; null: that of the dataset", least=1, most=SIZE)
     seq: int = key(64, "sequence length", least=1, most=SIZE)
     norm: str = key("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
+    norm_position: str = key(
+        "pre", "norms of what attention and MLP read, or (OLMo 2) of what they give", choices=("pre", "post")
+    )
     norm_eps: float = key(1e-5, "epsilon of the normalisation", above=0)
     activation: str = key(
         "gelu",

@@ -45,7 +45,7 @@ class Bert(Family):
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
         model = config.model
         allowed = {"bias": (True,), "norm_bias": (None, True), "kv_heads": (None, model.heads),
-                   "head_dim": (None, model.hidden // model.heads), "qk_norm": (False,),
+                   "head_dim": (None, model.hidden // model.heads), "qk_norm": (None,),
                    "qkv_bias": (None, True)}  # fmt: skip
         return options(config.model, "model", self.architecture, allowed)
 

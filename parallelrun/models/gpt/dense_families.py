@@ -1,4 +1,5 @@
-"""The classes of transformers without experts that compute what a gpt does: GPT-2, Llama, Mistral and Phi-3."""
+"""The classes of transformers without experts that compute what a gpt does: GPT-2, Llama, Mistral, Phi-3
+and OLMo 2."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Gpt2(Family):
         allowed = {"norm": ("layernorm",), "position": ("learned",), "activation": tuple(dict.fromkeys(GELUS.values())),
                    "bias": (True,), "norm_bias": (None, True), "head_bias": (False,), "experts": (0,),
                    "kv_heads": (None, model.heads), "head_dim": (None, model.hidden // model.heads),
-                   "qk_norm": (False,), "qkv_bias": (None, True), "window": (None,)}  # fmt: skip
+                   "qk_norm": (None,), "norm_position": ("pre",), "window": (None,),
+                   "qkv_bias": (None, True)}  # fmt: skip
         return options(model, "model", self.architecture, allowed)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
@@ -92,8 +94,8 @@ class Decoder(Family):
     """Llama and the classes after it. The rotary embedding rotates the halves of a head, as ours does.
 
     theta, rotated, head_size: the defaults of the rotary base, of the share of a head that is rotated, and of the size
-    of a head (None: hidden / heads). latent: whether it has latent attention. routing: the values of
-    `model.router` of which config.json says nothing.
+    of a head (None: hidden / heads). norms: the names of a layer's norms. latent: whether it has latent attention.
+    routing: the values of `model.router` of which config.json says nothing.
     """
 
     skipped = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
@@ -101,14 +103,15 @@ class Decoder(Family):
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
     theta, rotated, latent = 10000.0, 1.0, False
     head_size: ClassVar[int | None] = None
+    norms: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")
     implied: ClassVar[Mapping[str, Any]] = {"bias": False}
     routing: ClassVar[Mapping[str, Any]] = {}
 
     def options(self, config: Config, **allowed: tuple[Any, ...]) -> list[Problem]:
         """The problems of `config.model` with a class that knows the options of Llama, and of others the allowed."""
         llama = {"norm": ("rmsnorm",), "position": ("rope",), "activation": ("swiglu",), "head_bias": (False,),
-                 "kv_lora_rank": (None,), "qk_norm": (False,), "qkv_bias": (None, config.model.bias),
-                 "window": (None,)}  # fmt: skip
+                 "kv_lora_rank": (None,), "qk_norm": (None,), "norm_position": ("pre",), "window": (None,),
+                 "qkv_bias": (None, config.model.bias)}  # fmt: skip
         return options(config.model, "model", self.architecture, llama | allowed)
 
     def head_dim(self, model: Mapping[str, Any]) -> int:
@@ -137,9 +140,9 @@ class Decoder(Family):
         yield Piece("embedding.tokens.weight", "model.embed_tokens.weight")
         for index in range(config.model.layers):
             ours, theirs = f"layers.{index}", f"model.layers.{index}"
-            yield Piece(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight")
+            yield Piece(f"{ours}.attention_norm.weight", f"{theirs}.{self.norms[0]}.weight")
             yield from self.attention_pieces(config, ours, theirs)
-            yield Piece(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight")
+            yield Piece(f"{ours}.mlp_norm.weight", f"{theirs}.{self.norms[1]}.weight")
             if moe.has_experts(index, config.model):
                 yield from self.expert_pieces(config, f"{ours}.moe", theirs)
             else:
@@ -233,6 +236,19 @@ class Phi3(Mistral):
             start = index * transformer.ffn_size(config.model)
             yield Piece(f"{ours}.up.{part}.weight", f"{theirs}.gate_up_proj.weight", start=start)
         yield Piece(f"{ours}.down.weight", f"{theirs}.down_proj.weight")
+
+
+class Olmo2(Decoder):
+    """Olmo2ForCausalLM: norms of results in place of inputs, and of all queries and all keys together; no biases."""
+
+    model_type, architecture = "olmo2", "Olmo2ForCausalLM"
+    table = decoder_table(eps=1e-5, seq=2048, vocab=50304)
+    fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "attention_bias": False}
+    implied: ClassVar[Mapping[str, Any]] = {"bias": False, "qk_norm": "all", "norm_position": "post"}
+    norms: ClassVar[tuple[str, str]] = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
+        return self.options(config, experts=(0,), bias=(False,), qk_norm=("all",), norm_position=("post",))
 
 
 def rope_fields(model: ModelConfig, more: dict[str, Any] | None = None) -> dict[str, Any]:

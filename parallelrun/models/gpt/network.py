@@ -18,23 +18,33 @@ from parallelrun.planner.model.model_spec.router import RouterSpec
 
 
 class GptBlock(TensorModule):
-    """x plus attention of its norm, then plus the MLP, or the experts if a router is given, of its norm."""
+    """x plus attention, then plus the MLP, or the experts if a router is given, each with a norm of its input or, of a
+    model with `norm_position` post, of its result."""
 
     def __init__(self, name: str, make: LayerFactory, router: RouterSpec | None = None):
         super().__init__()
-        self.attention_norm = make.norm()
+        self.has_experts, self.norms_input = router is not None, make.model.norm_position == "pre"
+        if self.norms_input:  # modules are listed as they run
+            self.attention_norm = make.norm()
         self.attention = self_attention(f"{name}.attention", make)
-        self.mlp_norm = make.norm()
+        if not self.norms_input:
+            self.attention_norm = make.norm()
+        else:
+            self.mlp_norm = make.norm()
         if router is None:
             self.mlp = FeedForward(make, ffn_size(make.model), f"{name}.mlp")
         else:
             self.moe = MoE(f"{name}.moe", make, router)
-        self.has_experts = router is not None
+        if not self.norms_input:
+            self.mlp_norm = make.norm()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        normed = self.mlp_norm(x)
-        return x + (self.moe(normed) if self.has_experts else self.mlp(normed))
+        inside = self.moe if self.has_experts else self.mlp
+        if self.norms_input:
+            x = x + self.attention(self.attention_norm(x))
+            return x + inside(self.mlp_norm(x))
+        x = x + self.attention_norm(self.attention(x))
+        return x + self.mlp_norm(inside(x))
 
 
 def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:

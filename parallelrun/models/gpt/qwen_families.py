@@ -38,11 +38,11 @@ class Qwen3(Qwen2):
 
     model_type, architecture = "qwen3", "Qwen3ForCausalLM"
     fixed: ClassVar[Mapping[str, Any]] = {**BASE, "attention_bias": False}
-    implied: ClassVar[Mapping[str, Any]] = {"bias": False, "qk_norm": True}
+    implied: ClassVar[Mapping[str, Any]] = {"bias": False, "qk_norm": "head"}
     head_size: ClassVar[int | None] = 128
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        return self.options(config, experts=(0,), bias=(False,), qk_norm=(True,))
+        return self.options(config, experts=(0,), bias=(False,), qk_norm=("head",))
 
 
 class Qwen3Moe(Qwen3):
@@ -67,7 +67,7 @@ class Qwen3Moe(Qwen3):
     }  # fmt: skip
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        problems = self.options(config, bias=(False,), qk_norm=(True,), shared_experts=(0,), dense_layers=(0,))
+        problems = self.options(config, bias=(False,), qk_norm=("head",), shared_experts=(0,), dense_layers=(0,))
         return problems + routing_differences(spec, self.architecture, self.routers)
 
     def expert_pieces(self, config: Config, ours: str, theirs: str) -> Iterator[Piece]:

@@ -10,13 +10,15 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.moe import spec as moe
 from parallelrun.models.transformer import spec as transformer
 from parallelrun.planner.model.definitions import ModelDefinition
-from parallelrun.planner.model.model_spec import BlockSpec, Initialiser, ModelSpec
+from parallelrun.planner.model.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec
 
 
 class GptDefinition(ModelDefinition):
     """Blocks `embedding`, `layers.0` ..., `head`."""
 
-    own_keys = transformer.TEXT_KEYS | transformer.ATTENTION_KEYS | transformer.ROPE_KEYS | {"experts", "window"}
+    own_keys = transformer.TEXT_KEYS | transformer.ATTENTION_KEYS | transformer.ROPE_KEYS | {
+        "experts", "norm_position", "window"
+    }  # fmt: skip
     packs = True
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
@@ -42,6 +44,7 @@ class GptDefinition(ModelDefinition):
             experts=model.experts,
             router=moe.router_spec(model),
             window=model.window,
+            norm_position=model.norm_position,
             attended=transformer.windowed(model),
         )
 
@@ -51,16 +54,19 @@ def _block(index: int, model: ModelConfig) -> BlockSpec:
     # Weights whose output is added to the residual stream are scaled down by depth, so that it keeps its scale (GPT-2).
     residual = Initialiser("normal", model.init_std / sqrt(2 * model.layers))
     products = 0
+
+    def normed(norm: str, branch: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+        layer = transformer.norm_layer(norm, model)
+        return (layer, *branch) if model.norm_position == "pre" else (*branch, layer)
+
     if moe.has_experts(index, model):
         inside = moe.moe_layers(f"{name}.moe", model, residual)
         products = sum(moe.multiplied(x, model) for x in inside if x.layer_role in ("router", "expert"))
     else:
         inside = transformer.mlp_layers(f"{name}.mlp", model, transformer.normal(model), residual)
     layers = (
-        transformer.norm_layer(f"{name}.attention_norm", model),
-        *transformer.attention_layers(f"{name}.attention", model, residual),
-        transformer.norm_layer(f"{name}.mlp_norm", model),
-        *inside,
+        *normed(f"{name}.attention_norm", transformer.attention_layers(f"{name}.attention", model, residual)),
+        *normed(f"{name}.mlp_norm", inside),
     )
     return BlockSpec(
         name, "transformer", layers, transformer.transformer_flops(layers, model, products, transformer.windowed(model))

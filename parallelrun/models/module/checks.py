@@ -129,5 +129,5 @@ def divide(part: nn.Module, tp: int) -> bool:
             return False
         size = list(parameter.shape)
         size[dim] //= tp
-        setattr(part, key, nn.Parameter(torch.zeros(size, device=parameter.device)))
+        setattr(part, key, nn.Parameter(torch.zeros(size, dtype=parameter.dtype, device=parameter.device)))
     return True

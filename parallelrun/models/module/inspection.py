@@ -69,7 +69,7 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
         if (config.pp or 1) > 1 and not patterns and not how:
             message = f"pp={config.pp} cuts between blocks, and model.blocks names none of {where}"
             raise undefined(message, network.suggested_blocks(module))
-        source.apply_roles(module, config, torch.float32)
+        _follow_precision(module, config, device)
     module.eval()
     names = [*how.names] if how else _block_names(config, module, where)
     kind, shape = samples.kind_and_shape(config, module)
@@ -107,6 +107,17 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     return spec
 
 
+def _follow_precision(module: nn.Module, config: Config, device: str) -> None:
+    """Give the module the layer roles and the compute dtype of the run, so that what its forward widens is measured:
+    not on a CPU, which may lack operations in 16 bit."""
+    compute: torch.dtype = getattr(torch, TABLE[config.precision.name].compute)
+    dtype = compute if device != "cpu" and compute != torch.float64 else torch.float32
+    source.apply_roles(module, config, dtype)
+    for part in module.modules():
+        network.compute_in(part, dtype)
+    module.to(dtype)
+
+
 def _computed(
     device: str, config: Config, vocab: int, module: nn.Module, names: list[str], how: OwnForward | None
 ) -> tuple[tuple[BlockSpec, ...], Sizes, Sizes]:
@@ -121,7 +132,9 @@ def _computed(
         with packed.scope(documents):
             blocks, boundary, output = _measure(module, names, batch, width, how)
             if config.tp != 1 and not config.model.loss:
-                halved = source.build_with_roles(config, vocab, device).eval()
+                with torch.device(device):
+                    halved = source.build(config, vocab).eval()
+                    _follow_precision(halved, config, device)
                 blocks = _with_replicated(blocks, halved, names, batch, width, how)
     else:
         blocks, boundary, output = _estimate(module, names, kind, shape, vocab)
@@ -160,7 +173,8 @@ def _measure(
     how: the blocks are called by the module's own forward; None: one after the other.
     """
     network.let_gradients_through(module)  # plans that need it keep the most activations
-    measured = {name: BlockMeasure(module.get_submodule(name), batch) for name in names}
+    dtype = next(module.parameters()).dtype
+    measured = {name: BlockMeasure(module.get_submodule(name), batch, dtype) for name in names}
     with torch_private.fused_on_meta():
         x = batch
         for name in [""] if how else names:

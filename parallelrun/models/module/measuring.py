@@ -20,12 +20,11 @@ from parallelrun.models.module.own_loss import tensors_of
 
 @dataclass
 class Saved:
-    """What autograd saves in a block's forward. storages: by id, kept alive, so that no two share an id, with their
-    elements; masks: elements of dropout masks, a byte each, which eval mode does not save; after_sum: some are saved
-    after the block's last layer whose result ranks sum. input_gradients: by id of a layer with an adapter, see
-    `LayerSpec`."""
+    """What autograd saves in a block's forward. storages: by id, kept alive, so that no two share an id; masks:
+    elements of dropout masks, a byte each, which eval mode does not save; after_sum: some are saved after the block's
+    last layer whose result ranks sum. input_gradients: by id of a layer with an adapter, see `LayerSpec`."""
 
-    storages: dict[int, tuple[torch.UntypedStorage, int]] = field(default_factory=dict)
+    storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     masks: int = 0
     after_sum: bool = False
     input_gradients: dict[int, int] = field(default_factory=dict)
@@ -33,7 +32,7 @@ class Saved:
     def pack(self, tensor: Tensor) -> Tensor:
         self.after_sum = True
         storage = tensor.untyped_storage()
-        self.storages.setdefault(id(storage), (storage, storage.nbytes() // tensor.element_size()))
+        self.storages[id(storage)] = storage
         return tensor
 
     def called(self, part: nn.Module, inputs: tuple[Any, ...], out: Any) -> None:
@@ -51,18 +50,18 @@ class Saved:
             self.after_sum = True
             self.masks += out.numel()
 
-    def elements(self, outside: Iterable[Tensor]) -> float:
-        """The saved elements, without weights, buffers and the batch, which are kept anyway."""
+    def num_bytes(self, outside: Iterable[Tensor]) -> int:
+        """The saved bytes, without those of weights, buffers and the batch, which are kept anyway."""
         kept_anyway = {id(tensor.untyped_storage()) for tensor in outside}
-        return float(sum(number for key, (_, number) in self.storages.items() if key not in kept_anyway))
+        return sum(storage.nbytes() for key, storage in self.storages.items() if key not in kept_anyway)
 
 
 class BlockMeasure:
     """Counts FLOPs and saved tensors of one block, whenever it is called. shape: of its output, per sample;
     num_outputs: see `BlockSpec`."""
 
-    def __init__(self, block: nn.Module, batch: Any):
-        self._block, self._batch = block, batch
+    def __init__(self, block: nn.Module, batch: Any, dtype: torch.dtype):
+        self._block, self._batch, self._width = block, batch, dtype.itemsize
         self._counter = FlopCounterMode(display=False)
         self.saved = Saved()
         self.shape: tuple[int, ...] = ()
@@ -82,10 +81,11 @@ class BlockMeasure:
         return float(sum(wanted))
 
     def saved_elements(self, width: int) -> float:
-        """Elements of `width` bytes that backward needs, without weights, buffers and the batch."""
+        """Elements that backward needs, without weights, buffers and the batch, in a run whose elements have `width`
+        bytes. What the block computes in more or fewer bytes counts as more or fewer elements."""
         inputs = tensors_of(getattr(self._batch, "inputs", self._batch))
         outside = (*inputs, *self._block.parameters(), *self._block.buffers())
-        return self.saved.elements(outside) + self.saved.masks / width
+        return self.saved.num_bytes(outside) / self._width + self.saved.masks / width
 
     def _enter(self, *_: Any) -> None:
         self._stack.enter_context(self._counter)

@@ -40,7 +40,7 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
         if (stored := spec.parameters[f"{ROOT}.{name}"].stored) is not None:
             parameter.data = parameter.data.to(getattr(torch, stored))
     for part in module.modules():
-        _compute_in(part, dtype)
+        compute_in(part, dtype)
     loss = OwnLoss() if config.model.loss else layers.TokenLoss(config.model.label_smoothing)
     how = own_forward(config, module)
     if dtype == torch.float64:
@@ -197,7 +197,7 @@ def _require_gradient(part: nn.Module, inputs: Any, out: Any) -> None:
         out.requires_grad_()
 
 
-def _compute_in(part: nn.Module, dtype: torch.dtype) -> None:
+def compute_in(part: nn.Module, dtype: torch.dtype) -> None:
     """Make a module that is no role layer follow the precision table: its floating inputs and own weights are rounded
     to the compute dtype while its forward runs, its buffers permanently."""
     for name, buffer in list(part.named_buffers(recurse=False)):

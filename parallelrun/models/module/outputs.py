@@ -42,7 +42,9 @@ def call(name: str, block: nn.Module, x: Any) -> Tensor:
     except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
         shape = f" on an input of shape {tuple(x.shape)}" if isinstance(x, Tensor) else ""
         message = f"block {name} fails{shape}: {user_code.reason(error)}"
-        raise ConfigError(Problem(message, " <- ".join(reversed(user_code.frames(error))) or "model.source")) from error
+        where = " <- ".join(reversed(user_code.frames(error))) or "model.source"
+        fix = "model.image=SIZE" if isinstance(x, Tensor) and x.dim() == 4 else ""
+        raise ConfigError(Problem(message, where, fix)) from error
     if not isinstance(out, Tensor):
         message = f"block {name} gives {with_article(type(out).__name__)}; a block maps one tensor to one tensor"
         raise undefined(message)

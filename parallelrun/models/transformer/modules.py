@@ -49,9 +49,13 @@ class LayerFactory:
         size, bias = features or self.model.hidden, sizes.norms_have_bias(self.model)
         return layers.HiddenNorm(self.model.norm, size, self.model.norm_eps, bias, self.dtype)
 
-    def head_norm(self) -> layers.HeadNorm:
-        bias = sizes.norms_have_bias(self.model)
-        return layers.HeadNorm(self.model.norm, sizes.head_dim(self.model), self.model.norm_eps, bias, self.dtype)
+    def qk_norm(self, features: int) -> layers.HiddenNorm | None:
+        """Of queries or keys, of `features` in all heads together."""
+        if self.model.qk_norm is None:
+            return None
+        of_head, bias = self.model.qk_norm == "head", sizes.norms_have_bias(self.model)
+        make, size = (layers.HeadNorm, sizes.head_dim(self.model)) if of_head else (layers.AllHeadsNorm, features)
+        return make(self.model.norm, size, self.model.norm_eps, bias, self.dtype)
 
     def dropout(self, site: str) -> HashDropout:
         return HashDropout(self.dropout_rate, self.seed, site, self.model.hidden, self.dtype)
@@ -167,22 +171,26 @@ class SelfAttention(Attention):
         self.value_dim = sizes.head_dim(model)
         self.rotary = rotary(model) if model.position == "rope" else None
         self.qkv = make.projections()
-        self.q_norm = make.head_norm() if model.qk_norm else None
-        self.k_norm = make.head_norm() if model.qk_norm else None
+        outputs = sizes.projections(model)
+        self.q_norm, self.k_norm = make.qk_norm(outputs["q"]), make.qk_norm(outputs["k"])
+        self.norms_heads = model.qk_norm == "head"
         self.close(name, make, model.heads * self.value_dim, causal)
 
     def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        by_head, (q, k, v) = (-1, self.value_dim), self.qkv(x)
-        query, key = q.unflatten(-1, by_head), k.unflatten(-1, by_head)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = query.transpose(1, 2), key.transpose(1, 2)
-        value = v.unflatten(-1, by_head).transpose(1, 2)
+        query, key, value = (
+            self._by_head(part, norm) for part, norm in zip(self.qkv(x), (self.q_norm, self.k_norm, None))
+        )
         if self.rotary is not None:
             positions = self.positions(query)
             query = functions.rotate(query, self.rotary, positions)
             key = functions.rotate(key, self.rotary, positions)
         return query, key, value
+
+    def _by_head(self, x: Tensor, norm: layers.HiddenNorm | None) -> Tensor:
+        """x (batch, seq, heads x features), with a norm of each head or of all -> (batch, heads, seq, features)."""
+        x = norm(x) if norm is not None and not self.norms_heads else x
+        x = x.unflatten(-1, (-1, self.value_dim))
+        return (norm(x) if norm is not None and self.norms_heads else x).transpose(1, 2)
 
 
 class FeedForward(layers.TensorModule):

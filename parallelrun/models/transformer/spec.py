@@ -144,10 +144,13 @@ def norm_layer(name: str, model: ModelConfig, features: int | None = None) -> La
     return LayerSpec(name, "norm", size, size, parameters)
 
 
-def _head_norm(name: str, model: ModelConfig, features: int) -> LayerSpec:
-    """The norm of every head's features, of `features` in all heads together."""
-    shape = (head_dim(model),)
-    parameters = weight_and_bias(name, shape, Initialiser("ones"), "per_head", norms_have_bias(model))
+def _qk_norm(name: str, model: ModelConfig, heads: int) -> LayerSpec:
+    """The norm of the features of each of `heads` heads, or of all together, as `model.qk_norm` says."""
+    features, ones = heads * head_dim(model), Initialiser("ones")
+    if model.qk_norm == "all":
+        parameters = weight_and_bias(name, (features,), ones, "norm", norms_have_bias(model), heads)
+        return LayerSpec(name, "norm", features, features, parameters)
+    parameters = weight_and_bias(name, (head_dim(model),), ones, "per_head", norms_have_bias(model))
     return LayerSpec(name, "per_head", features, features, parameters)
 
 
@@ -167,7 +170,7 @@ def attention_layers(name: str, model: ModelConfig, out_initialiser: Initialiser
         sizes_of, biased = projections(model), qkv_has_bias(model)
         opened = (
             column_layer(f"{name}.qkv", hidden, sizes_of, biased, normal(model), heads),
-            *(_head_norm(f"{name}.{part}_norm", model, sizes_of[part]) for part in "qk" if model.qk_norm),
+            *(_qk_norm(f"{name}.{part}_norm", model, heads[part]) for part in "qk" if model.qk_norm),
         )
     return (
         *opened,

@@ -33,6 +33,11 @@ def recomputed(block: BlockSpec, plan: Plan) -> bool:
     return plan.recompute == "selective" and block.is_recomputed
 
 
+def recomputes_norms(block: BlockSpec, plan: Plan) -> bool:
+    """Whether products read results of norms that are computed again."""
+    return recomputed(block, plan) and plan.spec.norm_position == "pre"
+
+
 def norm_bytes(num_rows: int, layer: LayerSpec, plan: Plan) -> int:
     """Input and statistics of a norm over whole rows: RMSNorm keeps one in the accurate dtype; on CPU layer_norm keeps
     two in the dtype of its input."""

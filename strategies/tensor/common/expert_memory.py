@@ -22,7 +22,7 @@ from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.tensor_strategy import LayerBackward
 from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec
 
-from .activation_memory import INDEX, MASK, activates_again, local_numel, recomputed
+from .activation_memory import INDEX, MASK, activates_again, local_numel, recomputes_norms
 from .traffic import overlaps
 
 OFFSET = 4  # bytes of where an expert's rows end, which every grouped product keeps
@@ -40,7 +40,7 @@ def input_bytes(block: BlockSpec, plan: Plan) -> int:
     roles = [layer.layer_role for layer in block.layers]
     counted = "column_parallel" in roles[roles.index("router") :]  # a shared expert reads it too, or a gathered copy
     counted &= overlaps(plan) or not plan.tensor.sequence_parallel
-    return 0 if counted or recomputed(block, plan) else own
+    return 0 if counted or recomputes_norms(block, plan) else own
 
 
 def routing_bytes(plan: Plan) -> int:

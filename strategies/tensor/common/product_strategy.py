@@ -45,7 +45,7 @@ from .activation_memory import (
     head_norm_bytes,
     local_numel,
     norm_bytes,
-    recomputed,
+    recomputes_norms,
     rounded_bytes,
 )
 from .traffic import AXIS, ProductTraffic, overlaps
@@ -227,7 +227,7 @@ class ProductStrategy(ProductTraffic):
             return False
         if layer.layer_role == "row_parallel":
             return not follows_attention(layer, block) and activates_again(block, plan)
-        return recomputed(block, plan) and degree(product.x.features, plan.mesh.sizes) == 1
+        return recomputes_norms(block, plan) and degree(product.x.features, plan.mesh.sizes) == 1
 
     def _operands(self, layer: LayerSpec, product: Product, block: BlockSpec, plan: Plan) -> int:
         """X, as the layer before gave it, or a gathered copy; W where it was gathered (nodes of their own save it

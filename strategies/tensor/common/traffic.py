@@ -60,6 +60,10 @@ class ProductTraffic(TensorStrategy):
         """Return whether backward reuses what forward gathered, instead of gathering it again."""
         return self.save_gathered
 
+    def norm_axes(self, layer: LayerSpec, plan: Plan) -> tuple[str, ...]:
+        """Return the axes over which the statistics of a norm are summed."""
+        return self.activation_layout(layer, plan).features
+
     def recomputes_last_call(self, block: BlockSpec, forward: list[Collective], plan: Plan) -> bool:
         """Return whether full recomputation of a block also repeats the last collective of its forward pass."""
         return True
@@ -131,7 +135,8 @@ class ProductTraffic(TensorStrategy):
             return 0
         own = prod(product.y.local(plan.num_rows, last.out_features, plan.mesh.sizes))
         arriving = parts if plan.device == "cpu" else 0  # gloo's reduce-scatter receives as much as it sends
-        return (1 + parts + parts + arriving + 3) * own * BYTES[plan.precision.compute]
+        gathered = 0 if block.reads_sum(0.0) else parts  # a norm of the sums is the first to ask
+        return (1 + gathered + parts + arriving + 3) * own * BYTES[plan.precision.compute]
 
     def transfers_of(self, layer: LayerSpec, plan: Plan) -> list[Transfer]:
         """Return what one microbatch of a layer with a product moves; without backward where nothing before trains."""
@@ -164,9 +169,11 @@ class ProductTraffic(TensorStrategy):
 
     def _of_norm(self, layer: LayerSpec, plan: Plan) -> tuple[list[Collective], list[Collective]]:
         """Statistics of rows whose features are split."""
-        layout = self.activation_layout(layer, plan)
-        size = layout.local(plan.num_rows, layer.in_features, plan.mesh.sizes)[0] * BYTES[plan.precision.accurate]
-        split = [axis for axis in layout.features if plan.mesh.size(axis) > 1]
+        size = (
+            self.activation_layout(layer, plan).local(plan.num_rows, layer.in_features, plan.mesh.sizes)[0]
+            * BYTES[plan.precision.accurate]
+        )
+        split = [axis for axis in self.norm_axes(layer, plan) if plan.mesh.size(axis) > 1]
         if plan.spec.norm == "rmsnorm":
             both = [Collective(axis, "all_reduce", "norm", 1, size) for axis in split]
             return both, both

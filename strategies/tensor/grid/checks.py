@@ -123,7 +123,8 @@ class GridRequest:
                 message = f"layer {layer.name} has no layer role, and {where} splits what every layer reads"
                 return [common.wrong_role(message, request, layer.name, role)]
         for pair in spec.pairs:
-            reader = next((x.name for x in pair.inside if x.parameters and x.layer_role != "per_head"), None)
+            splittable = [x for x in pair.inside if x.layer_role == "per_head" or x.spans_heads]
+            reader = next((x.name for x in pair.inside if x.parameters and x not in splittable), None)
             if reader:
                 opener = pair.columns[0].name
                 message = f"layer {reader} reads what {opener} has split over {where}: only a row_parallel layer may"

@@ -142,8 +142,8 @@ class GridStrategy(ProductStrategy):
         if product is not None:
             layout = product.weight_layout if num_dims == 2 else product.bias_layout
         elif parameter.layer_role in ("norm", "position_embedding"):
-            boundary = self.boundary(plan)
-            layout = Layout((*((),) * (num_dims - 1), boundary.features), boundary.rows)
+            split = self.activation_layout(plan.spec.layer_of[parameter.name], plan)
+            layout = Layout((*((),) * (num_dims - 1), split.features), split.rows)
         elif parameter.layer_role == "per_head":
             split = self.activation_layout(plan.spec.layer_of[parameter.name], plan)
             layout = Layout(((),) * num_dims, (*split.rows, *split.features))

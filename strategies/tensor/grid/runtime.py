@@ -11,10 +11,10 @@ from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.product import ActivationLayout
 
 from ..common.cross_entropy import VocabParallelLoss
+from ..common.norm import SplitNorm
 from ..common.sharding import first_row, has_vocab_head, replace_module, shard_parameters, slice_of
 from .layers import MULTIPLYING, TRACKING, LayoutTracker
 from .matmul import matmul_options
-from .norm import GridNorm
 from .plan import GridStrategy
 
 
@@ -42,7 +42,7 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
         elif isinstance(layer, single_device.HiddenNorm) and layer.layer_role == "norm":
             (axis,) = strategy.activation_layout(specs[name], plan).features
             if mesh.shape.size(axis) > 1:
-                replace_module(network, name, GridNorm(layer, group=mesh.group(axis)))
+                replace_module(network, name, SplitNorm(layer, group=mesh.group(axis)))
     for name in network.block_names:
         network.block(name).register_forward_pre_hook(tracker.restart)
     if plan.spec.kind == "features" and plan.spec.blocks[0].name in network.block_names:

@@ -96,8 +96,8 @@ class Megatron1D(ProductStrategy):
         return "1d sequence" if self.sequence_parallel else "1d"
 
     def layout(self, parameter: ParameterSpec, plan: Plan) -> Layout:
-        """Column layers, embedding and head: dim 0; weights of row layers: dim 1; experts: their inside, if they are
-        ours and ep does not span tp; else whole.
+        """Column layers, norms over all heads, embedding and head: dim 0; weights of row layers: dim 1; experts: their
+        inside, if they are ours and ep does not span tp; else whole.
 
         Partial over tp: gradients that come from a slice of the sequence, and a router's, whose weights are multiplied
         by what a slice of every expert gives, or by some of the tokens. Partial over tp_copy: copies of a kv head, each
@@ -106,7 +106,7 @@ class Megatron1D(ProductStrategy):
         replicated, axes = Layout.replicated(len(parameter.shape)), plan.mesh.mesh_dims_of(AXIS)
         if parameter.layer_role == "row_parallel" and len(parameter.shape) == 2:
             return Layout(((), axes))
-        if parameter.layer_role in ("column_parallel", "embedding", "head"):
+        if parameter.layer_role in ("column_parallel", "embedding", "head") or parameter.heads:
             if plan.mesh.size(COPY_AXIS) > 1 and parameter.heads == plan.mesh.size(KV_AXIS):
                 return Layout(((KV_AXIS,), *replicated.dims[1:]), (COPY_AXIS,))
             return Layout((axes, *replicated.dims[1:]))
@@ -134,8 +134,14 @@ class Megatron1D(ProductStrategy):
         return None
 
     def activation_layout(self, layer: LayerSpec | None, plan: Plan) -> ActivationLayout:
-        """Whole, or a slice of the sequence."""
+        """Whole, or a slice of the sequence; of a norm over all heads, those that its weights are for."""
+        if layer is not None and layer.spans_heads:
+            return ActivationLayout((), self.layout(layer.parameters[0], plan).dims[0])
         return column_1d(AXIS, self.sequence_parallel).x
+
+    def norm_axes(self, layer: LayerSpec, plan: Plan) -> tuple[str, ...]:
+        """All of tp: copies of a kv head are summed as often as they are counted."""
+        return (AXIS,) if layer.spans_heads else ()
 
     def saves_gathered(self, layer: LayerSpec, plan: Plan) -> bool:
         """The overlapped node saves the slice and gathers again; the router and the experts are no such node."""

@@ -8,6 +8,7 @@ from parallelrun.models.network import Network
 from parallelrun.planner.contract.plan import Plan
 
 from ..common.cross_entropy import VocabParallelLoss
+from ..common.norm import SplitNorm
 from ..common.sharding import first_row, has_vocab_head, replace_module, shard_parameters
 from ..common.traffic import AXIS, overlaps
 from . import layers
@@ -23,6 +24,7 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
     if group.size == 1:
         return
     shard_parameters(network, plan, mesh)
+    over_heads = {layer.name for layer in plan.spec.layers() if layer.spans_heads}
     tp = TPContext(group, plan.tensor.sequence_parallel, overlaps(plan))
     for name, layer in list(network.named_modules()):
         if isinstance(layer, single_device.TokenEmbedding):
@@ -30,7 +32,9 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
             replace_module(network, name, layers.VocabParallelEmbedding(layer, tp=tp, start=start))
         elif plan.ep_spans_tp and isinstance(layer, (single_device.ExpertInput, single_device.ExpertOutput)):
             continue  # the expert dispatcher divides the tokens
-        elif type(layer) in layers.PARALLEL_LAYERS:  # norms work on a slice of the sequence as they are
+        elif name in over_heads:
+            replace_module(network, name, SplitNorm(layer, group=group))
+        elif type(layer) in layers.PARALLEL_LAYERS:  # other norms work on a slice of the sequence as they are
             replace_module(network, name, layers.PARALLEL_LAYERS[type(layer)](layer, tp=tp))
     if isinstance(network.loss, single_device.TokenLoss) and has_vocab_head(plan):
         vocab = plan.spec.vocab

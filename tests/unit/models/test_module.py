@@ -415,3 +415,29 @@ def test_a_cut_that_leaves_all_layers_in_one_stage_is_refused_by_the_name_of_the
     with pytest.raises(ConfigError, match=r"holds the 100 layers of body\.layers") as refusal:
         resolve(tiny_config({**module, **cut}))
     assert refusal.value.problems[0].suggestion == "'model.before=[body.embed]' 'model.blocks=[body.layers]'"
+
+
+WIDENING = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, vocab):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocab, 16), nn.Linear(16, vocab)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens).float().sin().to(self.head.weight.dtype))
+
+def build(vocab):
+    return Net(vocab)
+"""
+
+
+def test_what_forward_widens_counts_twice_in_16_bit(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(WIDENING)
+    saved = {
+        kind: spec.MODEL.make(config(model__source=f"{tmp_path}/net.py:build", precision__name=kind), 32).blocks[0]
+        for kind in ("fp32", "bf16")
+    }
+    assert saved["fp32"].saved_elements == 2 * 8 * 16  # sin's input and its result
+    assert saved["bf16"].saved_elements == 3 * 8 * 16  # the input in 32 bit

@@ -81,7 +81,8 @@ class ModelSpec:
     parameters that are one logical tensor; `parameters` lists only the original. mask_token: for masked
     language models, the id of [MASK], which does not occur in the data. packed: samples consist of documents, each
     attending to itself, and padding. window: the keys that a token sees; None: all before it. hides_targets: the
-    dataset has a loss on a part of the tokens. attended: the tokens of its document, or window, that a token has on
+    dataset has a loss on a part of the tokens. norm_position: post, if norms are of what branches add to x, so that no
+    product reads them. attended: the tokens of its document, or window, that a token has on
     average, where they are known; None: seq. documents: the lengths of the documents of some samples, where they are
     known. own_loss: the user's function computes the loss, and the count by which it is divided.
     """
@@ -102,6 +103,7 @@ class ModelSpec:
     num_layers: int = 0
     activation: str = "gelu"
     norm: str = "layernorm"
+    norm_position: str = "pre"
     attention_dropout: float = 0.0
     tied: tuple[tuple[str, str], ...] = ()
     mask_token: int | None = None

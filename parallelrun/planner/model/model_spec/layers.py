@@ -31,6 +31,11 @@ class LayerSpec:
     input_gradients: int = 1
 
     @property
+    def spans_heads(self) -> bool:
+        """Whether it is a norm over the features of all heads together, which are split as the heads are."""
+        return self.layer_role == "norm" and any(parameter.heads for parameter in self.parameters)
+
+    @property
     def is_adapter(self) -> bool:
         """Whether it is a factor of an adapter."""
         return any(parameter.is_adapter for parameter in self.parameters)

@@ -18,9 +18,10 @@ class Initialiser:
 class ParameterSpec:
     """One logical parameter of the one-device model. Logical parameters are never fused (wq, wk, wv are three).
 
-    heads: the number of attention heads in dim 0 (kv heads for wk, wv), None if it has none. frozen: it keeps its
-    initial or resumed values, without gradient and optimizer state. is_adapter: weights without adapters have none of
-    it, and it starts with its initial values. stored: its dtype, as named in torch; None: that of the precision table.
+    heads: the number of attention heads in dim 0 (kv heads for wk, wv, and for a norm of all keys), None if it has
+    none. frozen: it keeps its initial or resumed values, without gradient and optimizer state. is_adapter: weights
+    without adapters have none of it, and it starts with its initial values. stored: its dtype, as named in torch; None:
+    that of the precision table.
     """
 
     name: str

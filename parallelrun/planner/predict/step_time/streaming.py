@@ -99,7 +99,8 @@ def _latent_elements(plan: Plan) -> float:
 
 def _head_elements(block: BlockSpec, plan: Plan) -> float:
     """Elements of queries and keys that have norms of their own."""
-    return plan.num_rows * sum(x.in_features for x in block.layers if x.layer_role == "per_head") / plan.mesh.size("tp")
+    features = sum(x.in_features for x in block.layers if x.layer_role == "per_head" or x.spans_heads)
+    return plan.num_rows * features / plan.mesh.size("tp")
 
 
 def recomputed(plan: Plan, forward: float) -> float:

@@ -43,6 +43,7 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {  # by name: the class and its co
     "mistral, no window": ("Mistral", {**SIZES, "sliding_window": None}),
     "phi3": ("Phi3", SIZES),
     "phi3, window": ("Phi3", {**SIZES, "sliding_window": 3}),
+    "olmo2": ("Olmo2", {**SIZES, "rms_norm_eps": 1e-3}),
     "qwen2": ("Qwen2", SIZES),
     "qwen2, tied": ("Qwen2", {**SIZES, "tie_word_embeddings": True}),
     "qwen2, yarn": ("Qwen2", {**LONG, "rope_parameters": YARN}),
@@ -154,6 +155,7 @@ def test_presets_are_the_published_models(preset: str, tmp_path: Path) -> None:
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "phi3": {"model_type": "phi3", **SIZES},
+    "olmo2": {"model_type": "olmo2", **SIZES},
     "qwen2": {"model_type": "qwen2", **SIZES},
     "qwen3": {"model_type": "qwen3", **WIDE},
     "qwen3_moe": {"model_type": "qwen3_moe", **WIDE, **EXPERTS},
@@ -168,6 +170,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "rope_scaling is {'type': 'longrope'"),
         ("phi3", {"rope_scaling": YARN}, "rope_scaling is yarn, and phi3 with default frequencies alone"),
         ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75"),
+        ("olmo2", {"attention_bias": True}, "attention_bias is True, and only False"),
         ("qwen3", {"attention_bias": True}, "attention_bias is True, and only False"),
         ("qwen3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling is {'rope_type': 'dynamic'"),
         ("qwen3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate is False, and only True"),

@@ -123,7 +123,7 @@ def test_latent_attention_of_megatron():
 
 def test_heads_of_megatron():
     found = of_words("--hidden-size 64 --num-attention-heads 8 --qk-layernorm --kv-channels 16")
-    assert (found.values["model.qk_norm"], found.values["model.head_dim"]) == (True, 16) and not dropped(found)
+    assert (found.values["model.qk_norm"], found.values["model.head_dim"]) == ("head", 16) and not dropped(found)
 
 
 def test_torchtitan(tmp_path):

@@ -60,8 +60,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "wide heads": LLAMA | {"head_dim": 10},
     "narrow heads, one for keys, with biases": {"head_dim": 3, "kv_heads": 1, "hidden": 15},
-    "norms of heads": LLAMA | {"qk_norm": True, "head_dim": 6},
-    "norms of heads with biases": {"qk_norm": True},
+    "norms of heads": LLAMA | {"qk_norm": "head", "head_dim": 6},
+    "norms of heads with biases": {"qk_norm": "head"},
+    "norms of all heads and of results": LLAMA | {"qk_norm": "all", "norm_position": "post"},
     "biases of queries, keys and values": LLAMA | {"qkv_bias": True},
     "biases of all but queries, keys and values": {"qkv_bias": False},
     "window": LLAMA | {"window": 3},
@@ -215,7 +216,7 @@ def test_every_rows_of_heads_are_marked() -> None:
         ({"position": "rope", "hidden": 24, "heads": 8}, "model.hidden", "model.hidden=48"),
         ({"position": "rope", "head_dim": 5}, "model.head_dim", "model.head_dim=10"),
         (LATENT | {"head_dim": 8}, "model.head_dim", "leave model.head_dim out"),
-        (LATENT | {"qk_norm": True}, "model.qk_norm", "leave model.qk_norm out"),
+        (LATENT | {"qk_norm": "head"}, "model.qk_norm", "leave model.qk_norm out"),
         (LATENT | {"qk_rope_head_dim": 3}, "model.qk_rope_head_dim", "model.qk_rope_head_dim=4"),
         (LATENT | {"v_head_dim": 10}, "model.v_head_dim", "model.v_head_dim=9"),
         (LATENT | {"position": "learned"}, "model.position", "model.position=rope"),
@@ -259,14 +260,15 @@ def reference(gpt: Network, config: Config, tokens: Tensor) -> Tensor:
         x = x + weights["embedding.position.weight"][: tokens.size(1)]
     for index in range(model.layers):
         name = f"layers.{index}"
-        x = x + reference_attention(
-            weights, f"{name}.attention", model, reference_norm(weights, name + ".attention_norm", model, x)
-        )
-        inside = reference_norm(weights, name + ".mlp_norm", model, x)
-        if f"{name}.moe.router.weight" in weights:
-            x = x + reference_experts(weights, f"{name}.moe", model, inside)
-        else:
-            x = x + reference_mlp(weights, f"{name}.mlp", model, inside)
+        mlp = "moe" if f"{name}.moe.router.weight" in weights else "mlp"
+        for part, compute in {
+            "attention": reference_attention, mlp: reference_experts if mlp == "moe" else reference_mlp
+        }.items():  # fmt: skip
+            norm = f"{name}.{'attention' if part == 'attention' else 'mlp'}_norm"
+            if model.norm_position == "pre":
+                x = x + compute(weights, f"{name}.{part}", model, reference_norm(weights, norm, model, x))
+            else:
+                x = x + reference_norm(weights, norm, model, compute(weights, f"{name}.{part}", model, x))
     return reference_norm(weights, "head.norm", model, x) @ weights["head.head.weight"].T
 
 
@@ -289,12 +291,14 @@ def reference_attention(weights: dict, name: str, model: Any, x: Tensor) -> Tens
     size = model.head_dim or model.hidden // model.heads
     group = model.heads // (model.kv_heads or model.heads)
     q, k, v = (affine(weights, f"{name}.qkv.{part}", x) for part in "qkv")
+    if model.qk_norm == "all":
+        q, k = (reference_norm(weights, f"{name}.{part}_norm", model, x) for part, x in (("q", q), ("k", k)))
     mixed = []
     for head in range(model.heads):
         mine = slice(head * size, (head + 1) * size)
         shared = slice(head // group * size, (head // group + 1) * size)
         query, key = q[..., mine], k[..., shared]
-        if model.qk_norm:
+        if model.qk_norm == "head":
             query, key = (reference_norm(weights, f"{name}.{p}_norm", model, x) for p, x in (("q", query), ("k", key)))
         if model.position == "rope":
             query, key = reference_rotation(query, model.rope_theta), reference_rotation(key, model.rope_theta)

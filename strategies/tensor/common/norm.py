@@ -19,7 +19,7 @@ from parallelrun.models.autograd import apply
 from parallelrun.models.functions import accurate_dtype
 from parallelrun.models.rounding import rounded
 
-from ..common.sharding import TakesOver
+from .sharding import TakesOver
 
 PURPOSE = "norm"
 
@@ -29,8 +29,8 @@ class _NormaliseSplit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, eps: float, centred: bool) -> Tensor:
-        """x (..., features / size), equal parts; statistics in at least fp32, the result in the dtype of x. centred:
-        LayerNorm, which subtracts the mean."""
+        """x (..., features / size), equal parts, or a part of which several ranks have a copy, all equally many.
+        Statistics in at least fp32, the result in the dtype of x. centred: LayerNorm, which subtracts the mean."""
         wide, count = x.to(accurate_dtype(x.dtype)), x.size(-1)
         if centred:
             variance, mean = torch.var_mean(wide, dim=-1, correction=0)
@@ -66,7 +66,7 @@ def _merge(own: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor]:
     return mean, (squares.sum(0) + (means - mean).square().sum(0) * count) / (count * group.size)
 
 
-class GridNorm(TakesOver, single_device.HiddenNorm):
+class SplitNorm(TakesOver, single_device.HiddenNorm):
     """This rank's features of whole rows. Weights come after, as plain operations: split backward works on them."""
 
     communicates: ClassVar[bool] = True
