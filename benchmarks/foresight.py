@@ -38,7 +38,7 @@ PUBLISHED = Path(__file__).parent / "published"
 # The program of a set, by the first word of a row's `set`; this one where a set is not listed.
 STACKS = {
     "SC21": "megatron_lm_2021", "vTrain": "megatron_lm_2021", "MCore": "megatron_core", "llmfoundry": "llm_foundry",
-    "nanotron": "nanotron", "titan26": "torchtitan", "DGXC26": "nemo", "Qwen3": "megatron_core",
+    "nanotron": "nanotron", "titan26": "torchtitan", "DGXC26": "nemo", "FP8NeMo": "nemo", "Qwen3": "megatron_core",
 }  # fmt: skip
 # Settings of it that a set has, and that a row's name tells. torchtitan's async tensor parallelism fuses gathers and
 # reduce-scatters with products in forward, and half of those in backward (torch's micro-pipeline pass: patterns of one

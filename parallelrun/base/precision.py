@@ -7,7 +7,7 @@ in `compute`; gradients are reduced in `reduce`; norms, softmax and loss compute
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 AUTO = "auto"  # bf16 on GPUs that are fastest in it, else fp32 (planner.resolve.default_precision)
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -15,7 +15,8 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Precision:
-    """dtype names as in torch. scaled: the loop scales the loss and skips overflowing steps (fp16)."""
+    """dtype names as in torch. scaled: the loop scales the loss and skips overflowing steps (fp16). others: that of
+    everything but linear layers' products, where `name` is theirs alone, which are only predicted."""
 
     name: str
     stored: str
@@ -23,6 +24,7 @@ class Precision:
     reduce: str
     accurate: str
     scaled: bool = False
+    others: str = ""
 
 
 TABLE = {
@@ -31,3 +33,4 @@ TABLE = {
     "bf16": Precision("bf16", "float32", "bfloat16", "float32", "float32"),
     "fp16": Precision("fp16", "float32", "float16", "float32", "float32", scaled=True),
 }
+TABLE["fp8"] = replace(TABLE["bf16"], name="fp8", others="bf16")

@@ -124,7 +124,7 @@ class OptimizerConfig:
 
 @dataclass
 class PrecisionConfig:
-    """fp32 | bf16 | fp16 | fp64, as defined in `parallelrun.base.precision`; auto, which the command line fills in."""
+    """fp32 | bf16 | fp16 | fp64 | fp8, defined in `parallelrun.base.precision`; auto, which the program fills in."""
 
     name: str = key("fp32", choices=(*TABLE, AUTO))
     description: str = ""

@@ -20,6 +20,7 @@ from parallelrun.planner.pieces.batch import in_whole_rounds
 from parallelrun.planner.pieces.hosts import ranks_per_node, stays_in_node
 from parallelrun.planner.predict import cluster_cost, prediction, simulate
 from parallelrun.planner.predict.simulate import Simulation
+from parallelrun.planner.predict.step_time.blocks import EXPERT
 from parallelrun.planner.resolve.draft import REFERENCE_SCHEDULE
 from parallelrun.planner.resolve.resolve_config import solve
 from parallelrun.planner.resolve.suggest import with_adapters, with_value
@@ -27,6 +28,7 @@ from parallelrun.planner.resolve.suggest import with_adapters, with_value
 Change = dict[str, Any]  # key -> the value to type
 MOST_CHANGES = 8  # applied one after the other
 LARGEST_BUBBLE = 0.15  # of a step's time; a larger one is warned about
+LARGEST_EXPOSED = 0.1  # of a step's time, in all-to-alls of experts
 MOST_ROUNDS = 64  # of pp microbatches
 MOST_SIMULATED = 20_000  # stages by microbatches of a schedule that is tried: a tenth of a second
 
@@ -50,6 +52,10 @@ def warnings(plan: Plan, config: Config, results: Facts) -> list[str]:
         inner = gcd(ep, max(1, per_node // plan.mesh.size("tp")))
         two_levels = f"; strategy.expert.group_size={inner} sends inside a host first" if 1 < inner < ep else ""
         texts.append(f"ep groups of {ep} reach across hosts of {per_node} devices{two_levels}")
+    exposed = results.time.parts.get(EXPERT, 0.0) / results.time.step_s if results.time else 0.0
+    if exposed > LARGEST_EXPOSED and not plan.stack.expert_overlap:
+        hides = f"{plan.stack.name} hides them under no other layer, only parts of a microbatch under each other"
+        texts.append(f"{exposed:.0%} of a step waits for all-to-alls; {hides} (strategy.expert.chunks)")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if plan.device == "cpu" and not cluster.gpus_per_node and plan.world > cores:
         crowd = f"{counted(plan.world, 'rank')} on {counted(cores, 'core')} of this host"

@@ -28,13 +28,29 @@ def of_stack(block: BlockSpec, kept: int, again: int, plan: Plan) -> tuple[int, 
     gate = plan.num_rows * spec.ffn // tp * compute if stack.separate_gate and spec.activation == "swiglu" else 0
     if plan.recompute == "full" and block.is_recomputed:
         split = stack.partitioned_activations and not plan.tensor.sequence_parallel
-        return kept // tp if split else kept, again + scores + gate
-    if plan.recompute != "selective" or stack.selective == "elementwise":
+        return kept // tp if split else kept, again + scores + gate - _in_fp8(block, plan)
+    if plan.recompute != "selective":
+        return kept + scores + gate - _in_fp8(block, plan), again
+    if stack.selective == "elementwise":
         return kept + scores + gate, again
     if stack.selective == "attention":
-        return kept + gate, again + scores
+        return kept + gate - _in_fp8(block, plan), again + scores
     own = min(kept, _of_products(block, plan))
     return own, again + kept - own + scores + gate
+
+
+def _in_fp8(block: BlockSpec, plan: Plan) -> int:
+    """Bytes by which a block keeps less where linear layers keep their inputs in fp8, experts' inputs apart. That of
+    the first row-parallel layer is kept twice: attention needs its result in 16 bits."""
+    if not plan.precision.others:
+        return 0
+    inputs = {
+        layer: prod(product.x.local(plan.num_rows, layer.in_features, plan.mesh.sizes))
+        for layer, _ in products_of(block)
+        if (product := plan.tensor.product_of(layer, plan))
+    }
+    attended = sum([size for layer, size in inputs.items() if layer.layer_role == "row_parallel"][:1])
+    return sum(inputs.values()) - 2 * attended
 
 
 def products_of(block: BlockSpec) -> list[tuple[LayerSpec, ParameterSpec]]:

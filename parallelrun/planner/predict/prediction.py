@@ -120,6 +120,7 @@ def memory(plan: Plan, rank: int, has_messages: bool = True) -> Memory:
     if plan.stack.separate_sums:  # those of a microbatch and their sums, whatever the data strategy
         numel, sizes = weights // BYTES[plan.precision.stored], (plan.precision.compute, plan.precision.reduce)
         gradients = numel * sum(BYTES[dtype] for dtype in sizes)
+    weights += _fp8_bytes(plan, coordinate)
     largest = peak.ScheduleTraversal(plan, pp_rank, coordinate).peak(has_messages)
     gradients += 0 if plan.stack.separate_sums else largest.gradients
     return Memory(weights, gradients, states, largest.activations, largest.temporary, LEAVES_OUT)
@@ -148,6 +149,17 @@ def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     weights += data.gathered_bytes(pp_rank, coordinate, plan)
     gradients += data.held_bytes(pp_rank, coordinate, plan) if plan.num_data_ranks > 1 else 0
     return weights, gradients, states
+
+
+def _fp8_bytes(plan: Plan, coordinate: dict[str, int]) -> int:
+    """Bytes of weights in fp8, along and across, which the microbatches of a step share; FSDP's follow each gather."""
+    roles = ("column_parallel", "row_parallel", "linear", "expert" if plan.stack.fp8 == "all" else "")
+    roles = roles if plan.precision.others and not plan.data.shards_weights else ()
+    return sum(
+        2 * count * p.layout.local_numel(p.spec.shape, plan.mesh.sizes, coordinate)
+        for p, count in distinct_parameters(plan, coordinate["pp"])
+        if p.spec.layer_role in roles and len(p.spec.shape) > 1
+    )
 
 
 @cached("weights_cache")

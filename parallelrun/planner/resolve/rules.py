@@ -70,7 +70,7 @@ def check(config: Config) -> list[Problem]:
                 f"{key}={name[:80]!r} is part of directory names: it needs 1 to 64 of A-Z a-z 0-9 . _ -, as `name`"
             )
             problems.append(Problem(message, key, "the preset's own name"))
-    problems += _goodput(config) + _elastic(config) + _emulation(config) + _stack(config)
+    problems += _goodput(config) + _elastic(config) + _emulation(config) + _stack(config) + _fp8(config)
     for key, verbs in _READ_BY.items():
         value = getattr(config, key)
         if value not in (None, False) and config.verb not in verbs:
@@ -104,6 +104,15 @@ def _stack(config: Config) -> list[Problem]:
         return []
     message = f"stack={config.stack.name} is a program whose steps plan predicts; {config.verb} runs parallelrun's own"
     return [Problem(message, "stack", f"stack={OWN}", f"parallelrun plan ... stack={config.stack.name}")]
+
+
+def _fp8(config: Config) -> list[Problem]:
+    """Refuse products in fp8 where nothing computes them: in all that runs, and in programs without."""
+    precision = TABLE.get(config.precision.name)
+    if not precision or not precision.others or (config.verb in VERBS["plot"] and config.stack.fp8 != "none"):
+        return []
+    message = f"precision={precision.name} is only predicted, by plan; {config.stack.name} has no such products"
+    return [Problem(message, "precision", f"precision={precision.others}", kind="not_built")]
 
 
 def _goodput(config: Config) -> list[Problem]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from math import prod
 
 from parallelrun.base.precision import BYTES
@@ -14,11 +15,12 @@ from parallelrun.planner.memory.stack_memory import products_of
 from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec
 from parallelrun.planner.model.product import Product
 from parallelrun.planner.pieces import sample_sets
+from parallelrun.planner.pieces.hosts import stays_in_node
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.predict.step_time import experts, host, other_blocks, streaming
-from parallelrun.planner.predict.step_time.kernels import attention_s, product_s, streaming_s
+from parallelrun.planner.predict.step_time.kernels import FP8_CAST, attention_s, product_s, streaming_s
 from parallelrun.planner.predict.step_time.links import collective_s
-from parallelrun.planner.predict.step_time.overlap import exposed_s, tensor_s
+from parallelrun.planner.predict.step_time.overlap import SLOWED, exposed_s, tensor_s
 from parallelrun.planner.predict.step_time.rates import Rates
 
 PRODUCTS, ATTENTION, MEMORY_BOUND, HOST = "products", "attention", "memory-bound", "host"
@@ -45,17 +47,18 @@ class BlockTime:
 
 def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rates) -> BlockTime | None:
     """Return the time of a block; None if the cluster gives no rate for a link it needs."""
-    shapes = list(_shapes(block, plan))
-    forward, backward = _products(shapes, plan, rates), _products(shapes, plan, rates, backward=True)
+    shapes, linear = list(_shapes(block, plan)), (rates.fp8 if block.kind == "transformer" else None) or rates
+    forward, backward = _products(shapes, plan, linear), _products(shapes, plan, linear, backward=True)
+    of_experts = experts.shapes(block, plan) if block.kind == "transformer" else None
+    grouped = experts.products_s(of_experts, plan, rates) if of_experts else (0.0, 0.0)
     if block.kind == "transformer":
         _add_attention(forward, backward, block, plan, rates)
-        if of_experts := experts.shapes(block, plan):
-            for parts, added in zip((forward, backward), experts.products_s(of_experts, plan, rates)):
-                parts[PRODUCTS] += added
+        for parts, added in zip((forward, backward), grouped):
+            parts[PRODUCTS] += added
     else:
         _add_others(forward, backward, block, plan, cluster, rates)
     _add_streaming(forward, backward, shapes, block, plan, rates)
-    time = BlockTime(forward, backward, _recomputed(shapes, block, forward, plan, rates))
+    time = BlockTime(forward, backward, _recomputed(shapes, block, forward, plan, linear))
     calls = [0.0, 0.0]
     checks = [0.0, 0.0]
     for kind, parts, row, share in _traffic(block, plan, time):
@@ -73,15 +76,34 @@ def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rate
             checks[parts is backward] += share * row.calls * host.check_s(prediction.group_size(plan, row.axis), plan)
     for parts, is_backward in ((forward, False), (backward, True)):
         if parts.get(TENSOR) and not rates.synchronous:
-            parts[TENSOR] = tensor_s(parts[TENSOR], parts[PRODUCTS], plan, is_backward)
+            inside = stays_in_node(plan, cluster, "tp")
+            parts[TENSOR] = tensor_s(parts[TENSOR], parts[PRODUCTS], plan, is_backward, inside)
+    if plan.expert and not rates.synchronous:
+        _hide_all_to_alls(time, grouped, shapes, block, plan, linear)
     for parts in (forward, backward, time.again):
-        if parts.get(EXPERT) and plan.stack.expert_overlap:
-            hidden = plan.stack.expert_overlap * parts[EXPERT]
-            parts[EXPERT] += exposed_s(hidden, sum(parts.get(name, 0.0) for name in COMPUTED)) - hidden
         if plan.context and parts.get(CONTEXT) and not rates.synchronous:
             parts[CONTEXT] = plan.context.exposed_s(parts[CONTEXT], parts.get(ATTENTION, 0.0), plan)
     _add_host(time, calls, checks, block, plan, rates)
     return time
+
+
+def _hide_all_to_alls(
+    time: BlockTime, grouped: tuple[float, float], shapes: Sequence[Shape], block: BlockSpec, plan: Plan, linear: Rates
+) -> None:
+    """Leave what no other layer hides of the all-to-alls of experts, or no computation of theirs. grouped: seconds of
+    the experts' products (forward, backward); linear: the rates of other products."""
+    assert plan.expert
+    behind = {layer.name for layer in dropwhile(lambda layer: layer.layer_role != "expert", block.layers)}
+    shared = [shape for (layer, _), shape in zip(_dense_layers(block, plan), shapes) if layer.name in behind]
+    for parts, is_backward in ((time.forward, False), (time.backward, True), (time.again, False)):
+        sent = parts.get(EXPERT, 0.0)
+        if sent and plan.stack.expert_overlap:
+            hidden = plan.stack.expert_overlap * sent
+            parts[EXPERT] += exposed_s(hidden, sum(parts.get(name, 0.0) for name in COMPUTED)) - hidden
+        elif sent and plan.expert.overlap:
+            beside = _products(shared, plan, linear, is_backward)[PRODUCTS]
+            left = experts.exposed_s(sent, grouped[is_backward], beside, plan.expert.chunks)
+            parts[EXPERT] = left + SLOWED * (sent - left)
 
 
 def _add_host(
@@ -171,11 +193,6 @@ def _dense_layers(block: BlockSpec, plan: Plan) -> Iterator[tuple[LayerSpec, Pro
             yield layer, product
 
 
-def _dense_flops(block: BlockSpec, plan: Plan) -> float:
-    """FLOPs in forward of one microbatch in the layers that multiply, over all tp ranks."""
-    return sum(2.0 * plan.num_rows * layer.in_features * layer.out_features for layer, _ in _dense_layers(block, plan))
-
-
 def _shapes(block: BlockSpec, plan: Plan) -> Iterator[Shape]:
     """Yield the shape of every matrix product that a rank computes in forward."""
     for layer, product in _dense_layers(block, plan):
@@ -214,7 +231,8 @@ def _add_others(
 ) -> None:
     """Add the FLOPs of a block outside the layers with known shapes: convolutions, attention, of which each tp rank
     that has some of the heads computes an equal share, and other products of a user's module."""
-    samples, dense = plan.batch.micro_batch / plan.mesh.size("cp"), _dense_flops(block, plan)
+    samples = plan.batch.micro_batch / plan.mesh.size("cp")
+    dense = 2.0 * plan.num_rows * sum(layer.in_features * layer.out_features for layer, _ in _dense_layers(block, plan))
     left = samples * (block.forward_flops - block.convolution_flops - block.attention_flops) - dense
     products = left / rates.product_efficiency if left > 1e-3 * dense else 0.0
     if block.convolution_flops:
@@ -240,4 +258,27 @@ def _add_streaming(
         held = sum(prod(matrix) for matrix in of_experts.matrices)
         rows = (0.0, 0.0) if rates.synchronous else experts.rows_s(of_experts, plan, rates)
     weights = streaming.of_weights(dense + held, plan, rates)
-    forward[MEMORY_BOUND], backward[MEMORY_BOUND] = (sum(seconds) for seconds in zip(both, weights, rows))
+    casts = (0.0, 0.0)
+    if rates.fp8 and block.kind == "transformer":
+        casts = _casts_s(block, dense + held * (plan.stack.fp8 == "all"), plan, rates)
+    if plan.expert:  # the gradients of a chunk's weights are added to those of others
+        sums = 3 * BYTES[plan.precision.compute] * held * (plan.expert.chunks - 1)
+        rows = rows[0], rows[1] + streaming_s(sums, 0, rates)
+    forward[MEMORY_BOUND], backward[MEMORY_BOUND] = (sum(seconds) for seconds in zip(both, weights, rows, casts))
+
+
+def _casts_s(block: BlockSpec, weights: int, plan: Plan, rates: Rates) -> tuple[float, float]:
+    """Seconds (forward, backward) in which operands are rounded to fp8: inputs, and gradients of results, before they
+    are gathered; weights once a step, or when FSDP has gathered them."""
+    inputs = results = 0
+    for layer, product in _dense_layers(block, plan):
+        inputs += prod(product.x.local(plan.num_rows, layer.in_features, plan.mesh.sizes))
+        results += prod(product.y.local(plan.num_rows, layer.out_features, plan.mesh.sizes))
+    if plan.stack.fp8 == "all" and (of_experts := experts.shapes(block, plan)):
+        (_, _, first), (_, _, last) = of_experts.matrices[0], of_experts.matrices[-1]
+        inputs += round(of_experts.num_rows * (first + last))
+        results += round(of_experts.num_rows * sum(outputs for _, outputs, _ in of_experts.matrices))
+    again = plan.data.shards_weights
+    before = weights * (again or plan.batch.microbatches == 1)
+    forward, backward = inputs + before, results + before * again
+    return streaming_s(FP8_CAST * forward, 2, rates), streaming_s(FP8_CAST * backward, 2, rates)

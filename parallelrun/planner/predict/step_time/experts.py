@@ -60,13 +60,28 @@ def shapes(block: BlockSpec, plan: Plan) -> ExpertShapes | None:
 def products_s(of_experts: ExpertShapes, plan: Plan, rates: Rates) -> tuple[float, float]:
     """Seconds (forward, backward) of the experts' products of one microbatch, whose weights are read once each."""
     width, forward, backward = BYTES[plan.precision.compute], 0.0, 0.0
-    balance = plan.stack.expert_imbalance if plan.expert else 1.0  # a rank with all experts has all rows
-    rows = max(1, round(of_experts.rows * balance))
+    # A rank with all experts has all rows.
+    balance, chunks = (plan.stack.expert_imbalance, plan.expert.chunks) if plan.expert else (1.0, 1)
+    rows = max(1, round(of_experts.rows * balance / chunks))
+    rates = rates.fp8 if rates.fp8 and plan.stack.fp8 == "all" else rates
     for count, outputs, inputs in of_experts.matrices:
         forward += product_s(rows, inputs, outputs, width, rates, count)
         backward += product_s(rows, outputs, inputs, width, rates, count)
         backward += product_s(outputs, rows, inputs, width, rates, count)
-    return forward / OF_GROUPED, backward / OF_GROUPED
+    return chunks * forward / OF_GROUPED, chunks * backward / OF_GROUPED
+
+
+def exposed_s(sent: float, computed: float, beside: float, chunks: int) -> float:
+    """Seconds of a pass's all-to-alls that no computation of their layer hides, of `sent` seconds.
+
+    All chunks' rows are being sent while the shared expert computes for `beside` seconds; a chunk's results are sent
+    back while the experts, which compute for `computed` seconds in all, work on the next chunk.
+    """
+    each, computing, sending = sent / 2 / chunks, beside, sent / 2
+    for chunk in range(1, chunks + 1):
+        computing = max(computing, chunk * each) + computed / chunks
+        sending = max(sending, computing) + each
+    return sending - computed - beside
 
 
 def rows_s(of_experts: ExpertShapes, plan: Plan, rates: Rates) -> tuple[float, float]:

@@ -11,6 +11,9 @@ TILES = ((256, 128), (128, 256), (128, 128))
 # A dim that is no multiple of so many elements cannot be loaded in full vectors. Factors: SimuMax and BLOOM's report
 # (hidden 14,400 ran a quarter slower than 13,824).
 ALIGNMENTS = ((64, 1.15), (8, 2.0))
+# Bytes for each element of an operand in fp8: the largest is looked for, then all are rounded and written along and
+# across, as products in fp8 read both operands by their inner dim (Transformer Engine, current scaling).
+FP8_CAST = 6
 
 
 # The sequence at which fused attention reaches half of its rate: tiles on the diagonal of a causal mask are computed in

@@ -24,15 +24,16 @@ def exposed_s(communication: float, computation: float, pieces: float = 1.0, slo
     return communication - (1 - slowed) * min(communication, window)
 
 
-def tensor_s(communication: float, products: float, plan: Plan, backward: bool) -> float:
+def tensor_s(communication: float, products: float, plan: Plan, backward: bool, inside: bool) -> float:
     """Seconds of a block's tensor communication that no product of the same pass hides.
 
     This program sends the gradient of a layer's input while it computes that of the weights, which is half of the
     products of a backward pass (`strategy.tensor.overlap`). With `tensor_overlap`, the gathers and reduce-scatters of
     sequence parallelism are cut into a piece for each rank and run under the products that they belong to (userbuffers
-    of Transformer Engine, torch's asynchronous tensor parallelism).
+    of Transformer Engine, torch's asynchronous tensor parallelism), where a group is inside a node: both write into the
+    memory of other devices (NVIDIA/TransformerEngine, issue 1071).
     """
-    if plan.stack.tensor_overlap and plan.tensor.sequence_parallel:
+    if plan.stack.tensor_overlap and plan.tensor.sequence_parallel and inside:
         hidden = plan.stack.tensor_overlap * communication
         return communication - hidden + exposed_s(hidden, products, plan.mesh.size("tp"))
     if backward and plan.stack.gradient_overlap and plan.tensor.overlap and not plan.pipeline.splits_backward:

@@ -98,7 +98,7 @@ class StepModel:
         total = sum(parts.values())
         tokens = plan.batch.global_batch * max(plan.spec.seq, 1) / total / plan.world
         flops = 3 * plan.spec.forward_flops * plan.batch.global_batch
-        mfu = flops / total / plan.num_workers / rates.peak_flops
+        mfu = flops / total / plan.num_workers / (rates.fp8 or rates).peak_flops
         shown = {name: seconds for name, seconds in parts.items() if seconds}
         return StepTime(total, *spread.bounds(shown), tokens, mfu, shown)
 

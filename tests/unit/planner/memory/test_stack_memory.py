@@ -13,7 +13,7 @@ ROWS, HIDDEN, KV, FFN, HEADS = 2 * 8192, 4096, 1024, 14336, 32
 
 
 def block(*words: str):
-    plan = planned(*LLAMA, *words)
+    plan = planned(*(word for word in LLAMA if not any(word.split("=")[0] + "=" in other for other in words)), *words)
     return backward_block("layers.1", plan, False)
 
 
@@ -52,6 +52,19 @@ def test_per_operation_recomputation_keeps_the_results_of_every_second_product()
     own = block("stack.selective=products", "recompute=selective")
     assert own.kept == ROWS * (2 * (HIDDEN + HIDDEN + KV + FFN + HIDDEN + HIDDEN) + 4 * HEADS)
     assert own.kept + own.again == block().kept
+
+
+@pytest.mark.parametrize(("words", "copies"), [(("strategy=zero1",), 2), (("strategy=fsdp",), 0)])
+def test_weights_in_fp8_are_copies_and_inputs_in_fp8_are_smaller(words, copies):
+    """Inputs of queries and MLP, and of the down projection; attention's result is kept in 16 bits, too."""
+    plans = [planned(*LLAMA[:1], *LLAMA[2:], *words, f"precision={name}") for name in ("bf16", "fp8")]
+    linear = plans[0].spec.num_parameters - 2 * 128256 * HIDDEN - (2 * 32 + 1) * HIDDEN
+    before, after = (prediction.memories(plan)[0].weights for plan in plans)
+    assert after - before == copies * linear
+    for recompute, less in (("none", 1), ("selective", 0), ("full", 0)):
+        both = [block(f"precision={name}", f"recompute={recompute}") for name in ("bf16", "fp8")]
+        assert both[0].kept - both[1].kept == less * ROWS * (HIDDEN + FFN)
+    assert both[0].again - both[1].again == ROWS * (HIDDEN + FFN)
 
 
 def test_a_separate_gate_and_partitioned_inputs():

@@ -345,3 +345,12 @@ class TestSeen:
         texts = document(resolve(config), config)["warnings"]
         said = "ep groups of 4 reach across hosts of 2 devices"
         assert f"{said}; strategy.expert.group_size=2 sends inside a host first" in texts
+
+    def test_waiting_for_all_to_alls_that_nothing_hides_is_a_hint(self):
+        rates = {"peak_tflops": 100, "memory_gb_s": 1000, "intra_gb_s": 1, "inter_gb_s": 1, "operation_us": 0.1}
+        rates["gpus_per_node"] = 2
+        for stack, often in (({}, 1), ({"stack.expert_overlap": 1.0}, 0)):
+            keys = {f"cluster.{key}": value for key, value in rates.items()} | stack
+            config = tiny_config({**LIMITED, "dp": 4, "ep": 4, "device": "cuda", "verb": "plan", **keys})
+            texts = document(resolve(config), config)["warnings"]
+            assert sum("of a step waits for all-to-alls" in text for text in texts) == often, texts

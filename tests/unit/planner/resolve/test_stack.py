@@ -24,6 +24,15 @@ def test_no_run_is_another_programs(verb, words):
     assert problem.where == "stack" and problem.suggestion == "stack=parallelrun"
 
 
+@pytest.mark.parametrize(("verb", "stack"), [("run", "parallelrun"), ("verify", "parallelrun"), ("plan", "nanotron")])
+def test_products_in_fp8_are_predicted_for_programs_that_have_them_alone(verb, stack):
+    config = replace(composed("model=gpt", "dp=2", "precision=fp8", f"stack={stack}").config, verb=verb)
+    with pytest.raises(ConfigError) as raised:
+        resolve(config)
+    (problem,) = raised.value.problems
+    assert problem.where == "precision" and problem.suggestion == "precision=bf16"
+
+
 @pytest.mark.parametrize("verb", ["plan", "explain"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_stack_is_planned_and_differs_from_this_program(verb, name):

@@ -96,3 +96,25 @@ def test_all_to_alls_hide_under_other_layers_as_far_as_the_program_overlaps_them
     assert half == pytest.approx((none + whole) / 2) and whole == pytest.approx(0.1 * none)
     even = block_time(plan.spec.blocks[1], with_stack(plan, **EVEN), CLUSTER, RATES).forward[blocks.EXPERT]
     assert none == pytest.approx(1.25 * even)
+
+
+@pytest.mark.parametrize(
+    ("computed", "beside", "chunks", "exposed"),
+    [(8, 0, 1, 4), (8, 1, 1, 3), (8, 5, 1, 2), (8, 0, 2, 2), (8, 0, 4, 1), (2, 0, 2, 2), (0, 0, 2, 4)],
+)
+def test_chunks_and_the_shared_expert_hide_all_to_alls_of_four_seconds(computed, beside, chunks, exposed):
+    assert experts.exposed_s(4.0, computed, beside, chunks) == pytest.approx(exposed)
+
+
+def test_a_layer_hides_its_all_to_alls_in_chunks_whose_weights_gradients_are_added():
+    words = ("model=deepseek_v2_lite", *MIXTRAL[2:-1], "micro_batch=8", "dp=8", "ep=8")
+    times = {}
+    for name, more in (("apart", ("overlap=false",)), ("one", ()), ("four", ("chunks=4",))):
+        plan = planned(*words, *(f"strategy.expert.{key}" for key in more))
+        times[name] = block_time(plan.spec.blocks[2], plan, CLUSTER, RATES)
+    for part in ("forward", "backward"):
+        sent = [getattr(times[name], part)[blocks.EXPERT] for name in times]
+        assert sent[0] > 1.02 * sent[1] and sent[1] > 1.5 * sent[2], part
+    held = 3 * 64 * 2048 * 1408 / 8  # of the weights of a rank's experts, each of whose sums moves 6 bytes
+    more = times["four"].backward[blocks.MEMORY_BOUND] - times["one"].backward[blocks.MEMORY_BOUND]
+    assert more == pytest.approx(3 * 6 * held / RATES.memory_bytes_s)

@@ -7,15 +7,18 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import foresight
-from parallelrun.planner.predict.step_time import blocks, host, spread
+from parallelrun.planner.predict.step_time import blocks, host, spread, step
 from parallelrun.planner.predict.step_time.blocks import block_time
 from parallelrun.planner.predict.step_time.links import collective_s, copies_s, sharing_s
+from parallelrun.planner.predict.step_time.rates import rates_of
 from parallelrun.planner.predict.step_time.step import _sent
+from tests.unit.config.test_presets import composed
 from tests.unit.planner.predict.step_time.test_step_time import CLUSTER, RATES, planned, predicted, with_stack
 
 SMALL = ("model=gpt2_124m", "precision=bf16", "cluster=a100_dgx", "micro_batch=1", "global_batch=8")
 TENSOR = (*SMALL, "strategy=tp", "tp=4")
 DDP = (*SMALL[:-1], "global_batch=64", "strategy=ddp", "dp=64")
+H100 = composed("cluster=h100_dgx").config.cluster
 ZERO = ("model=gpt3_13b", "strategy=zero1", "dp=64", "precision=bf16", "cluster=a100_dgx")
 
 
@@ -99,6 +102,22 @@ def test_per_operation_recomputation_repeats_every_second_product_and_all_that_i
     assert time.again[blocks.MEMORY_BOUND] == time.forward[blocks.MEMORY_BOUND]
     attention = block_time(block, with_stack(plan, selective="attention"), CLUSTER, RATES)
     assert attention.again.keys() - {blocks.HOST} == {blocks.ATTENTION}
+
+
+def test_linear_layers_of_blocks_multiply_in_fp8_and_round_their_operands():
+    words = ("model=llama3_8b", "dp=8", "cluster=h100_dgx", "global_batch=64", "micro_batch=1", "device=cuda")
+    plans = {name: planned(*words, f"precision={name}") for name in ("bf16", "fp8")}
+    times = {name: step.StepModel(H100) for name in plans}
+    block, head = ({n: times[n].block_time(plans[n], plans[n].spec.blocks[i]) for n in plans} for i in (1, -1))
+    assert head["fp8"] == head["bf16"] and block["fp8"].forward["attention"] == block["bf16"].forward["attention"]
+    for part, columns in (("forward", 3 * 4096 + 14336), ("backward", 6144 + 4096 + 2 * 14336 + 4096)):
+        fp8, bf16 = (getattr(block[name], part) for name in ("fp8", "bf16"))
+        assert bf16[blocks.PRODUCTS] / fp8[blocks.PRODUCTS] == pytest.approx(1979 / 989 * 0.88, rel=0.02)
+        cast = 8192 * columns * 6 / (3350e9 * H100.memory_efficiency)
+        assert fp8[blocks.MEMORY_BOUND] - bf16[blocks.MEMORY_BOUND] == pytest.approx(cast, rel=0.02)
+    found = [step.step_time(plan, H100) for plan in plans.values()]
+    assert found[1].step_s < 0.85 * found[0].step_s and found[1].mfu < found[0].mfu
+    assert rates_of(replace(H100, peak_tflops={"fp8": 1979.0}), "fp8") is None and not rates_of(CLUSTER, "fp8")
 
 
 def test_async_tensor_parallelism_hides_its_part():
