@@ -46,7 +46,7 @@ from parallelrun.checkpoint.storage import (
 )
 from parallelrun.checkpoint.together import CheckpointRanks
 from parallelrun.distributed import comm
-from parallelrun.distributed.mesh import Mesh
+from parallelrun.distributed.mesh import Group, Mesh
 from parallelrun.models.optimizer import Optimizer
 from parallelrun.planner.contract.parameters import LocalParameter, owns
 from parallelrun.planner.contract.plan import Plan
@@ -74,10 +74,11 @@ def parts_of(state: TrainingState) -> list[LocalPart]:
     """
     mesh, apart = state.mesh, replicas_differ(state.plan)
     as_part = partial(_part, mesh=mesh)
-    owned = _owned(state.parameters, mesh, {**mesh.coordinate, "dp": 0} if apart else mesh.coordinate)
+    first = dict.fromkeys(mesh.shape.mesh_dims_of(state.plan.worker_axis), 0) if apart else {}
+    owned = _owned(state.parameters, mesh, {**mesh.coordinate, **first})
     parts = [part for p in owned for part in parts_to_save(p, state.optimizer, as_part)]
     if apart:
-        parts = replica_parts_and_mean(parts, mesh)
+        parts = replica_parts_and_mean(parts, mesh, mesh.group(state.plan.worker_axis))
     for kind, others in state.kept.items():
         parts += [as_part(kept_key(kind, p.spec.name), p.tensor, p) for p in _owned(others, mesh, mesh.coordinate)]
     return parts
@@ -198,7 +199,7 @@ def load(path: Path, state: TrainingState) -> dict[str, Any]:
 def _parts_wanted(index: Index, state: TrainingState) -> tuple[list[LocalPart], list[StateOf]]:
     """Return the parts that this rank fills from what `index` describes, and the new state of each parameter that has
     one, whose tensors some of the parts are."""
-    group, as_part = state.mesh.group("dp"), partial(_part, mesh=state.mesh)
+    group, as_part = state.mesh.group(state.plan.worker_axis), partial(_part, mesh=state.mesh)
     wanted, states = [], []
     for parameter in state.parameters:
         parts, values = parts_to_load(parameter, index, as_part)
@@ -221,15 +222,14 @@ def _owned(parameters: Sequence[LocalParameter], mesh: Mesh, coordinate: Mapping
 
 def replicas_differ(plan: Plan) -> bool:
     """Return whether there are several replicas with different weights."""
-    return plan.data.independent and plan.mesh.size("dp") > 1
+    return plan.data.independent and plan.num_replicas > 1
 
 
-def replica_parts_and_mean(parts: list[LocalPart], mesh: Mesh) -> list[LocalPart]:
+def replica_parts_and_mean(parts: list[LocalPart], mesh: Mesh, group: Group) -> list[LocalPart]:
     """Return this replica's parts under `replica_key`; on the first replica also the means, under the plain keys.
 
-    Collective over dp: replicas have the same parts in the same order.
+    Collective over the group: replicas have the same parts in the same order.
     """
-    group = mesh.group("dp")
     out = [replace(part, key=replica_key(group.index, group.size, part.key)) for part in parts]
     for part in parts:
         mean = part.tensor.detach().to(mesh.device, copy=True)

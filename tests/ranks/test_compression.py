@@ -22,15 +22,20 @@ def compressed(compression: str, kind: str = "ddp", rank: int | None = None, **m
     return {"dp": 2, **strategy, **({"strategy.data.powersgd_rank": rank} if rank else {}), **more}
 
 
+EXPERTS = {"ep": 2, "model.layers": 2, "model.experts": 4, "model.expert_period": 2}
 EXACTLY = {"verify.tolerance": 1e-10}  # between two ranks the order of a sum is no matter
 CELLS: dict[str, dict[str, Any]] = {
     "fp16, ddp": compressed("fp16", **EXACTLY),
     "fp16, ring": compressed("fp16", "ring", microbatches=2, **EXACTLY),
     "fp16, horovod": compressed("fp16", "horovod", **EXACTLY, **{"strategy.data.bucket_mb": 0.005}),
-    "fp16, four ranks in an order of gloo's": {**compressed("fp16"), "dp": 4},
+    "fp16, four ranks in an order of gloo's, experts of two copies": {**compressed("fp16", **EXPERTS), "dp": 4},
     "powersgd, ddp": compressed("powersgd", rank=2, microbatches=2),
     "powersgd, ring of 3": {**compressed("powersgd", "ring", 1), "dp": 3, "global_batch": 12},
-    "powersgd, many buckets": compressed("powersgd", "horovod", 2, **{"strategy.data.bucket_mb": 0.005}),
+    "powersgd, many buckets, experts of two copies": {
+        **compressed("powersgd", "horovod", 1, **EXPERTS, **{"strategy.data.bucket_mb": 0.005}),
+        "dp": 4,
+    },
+    "fp16, experts without copies over cp": compressed("fp16", cp=2, **{**EXPERTS, "ep": 4}),
     "powersgd in a tensor plan": compressed("powersgd", rank=2, tp=2),
     "powersgd, norms summed over the sequence": compressed(
         "powersgd", rank=2, tp=2, **{"strategy.tensor.sequence_parallel": True}
@@ -87,6 +92,15 @@ def context_summed_last(training: Training) -> None:
         bucket._send = partial(send, bucket.buffer)
 
 
+def experts_summed_over_dp(training: Training) -> None:
+    """Rounded gradients of experts are added to those of other experts."""
+    buffers = training.data.flat_gradients["expert_dp"]
+    for bucket in training.data._buckets:
+        if any(bucket.buffer is buffer for buffer in buffers):
+            start_sum = partial(training.data.start_sum, group=training.mesh.group("dp"))
+            bucket._send = fp16.HalfSum(bucket.buffer, start_sum).start
+
+
 def not_rounded(training: Training) -> None:
     for bucket in training.data._buckets:
         bucket._send = lambda buffer=bucket.buffer: training.data.start_sum(buffer, training.mesh.group("dp"))
@@ -95,6 +109,10 @@ def not_rounded(training: Training) -> None:
 BUGS = {
     "the error is forgotten": (CELLS["powersgd, ddp"], error_forgotten),
     "every step begins anew": (CELLS["powersgd, ddp"], cold_start),
+    "experts are summed over dp": (
+        CELLS["fp16, four ranks in an order of gloo's, experts of two copies"],
+        experts_summed_over_dp,
+    ),
     "cp is summed last": (CELLS["fp16 over cp"], context_summed_last),
     "nothing is rounded": (CELLS["fp16, ddp"], not_rounded),
 }

@@ -11,6 +11,7 @@ import torch
 from parallelrun.strategies.data.horovod import adasum
 from parallelrun.training.loop import step as step_module
 from parallelrun.training.loop.build import Training
+from parallelrun.training.loop.data_runtime import DataRuntime
 from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks
@@ -23,6 +24,7 @@ def data(**settings: Any) -> dict[str, Any]:
     return {**HOROVOD, **{f"strategy.data.{key}": value for key, value in settings.items()}}
 
 
+EXPERTS = {"model.layers": 2, "model.experts": 4, "model.expert_period": 2}
 SETS_OF_THREE = data(process_sets=((0, 2, 4), (5, 1)), algorithm="ring")
 CELLS: dict[str, dict[str, Any]] = {
     "dp 3, uneven sums by ring": {"dp": 3, "global_batch": 12, **data(algorithm="ring")},
@@ -34,7 +36,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "adasum, many buckets, accumulation": {"dp": 2, "microbatches": 2, **data(reduction="adasum", bucket_mb=0.005)},
     "adasum in a tensor plan": {"dp": 2, "tp": 2, **data(reduction="adasum")},
     "adasum of two stages with a tied weight": {"dp": 2, "pp": 2, **data(reduction="adasum")},
-    "adasum in fp16": {"dp": 2, **data(reduction="adasum", compression="fp16")},
+    "adasum in fp16 of groups of ep": {"dp": 4, "ep": 2, **EXPERTS, **data(reduction="adasum", compression="fp16")},
     "adasum over cp": {"dp": 2, "cp": 2, **data(reduction="adasum", bucket_mb=0.005)},
     "process sets over cp": {
         "dp": 3,
@@ -54,6 +56,13 @@ CELLS: dict[str, dict[str, Any]] = {
         "tp": 2,
         "global_batch": 12,
         **data(process_sets=((0, 2),)),
+    },
+    "process sets of groups of ep, sums by ring": {
+        "dp": 6,
+        "ep": 2,
+        "global_batch": 12,
+        **EXPERTS,
+        **data(process_sets=((4, 5, 0, 1),), algorithm="ring"),
     },
     "join": {"dp": 3, "global_batch": 12, **data(worker_batches=(5, 1, 2))},
 }  # `test_counts.py` has join with ignored targets
@@ -101,7 +110,16 @@ def broadcast_forgotten(training: Training) -> None:
         training.parameters[0].tensor.data.mul_(1.001)
 
 
+def updates_of_ranks_not_of_workers(training: Training) -> None:
+    """The ranks of a group of ep do not sum their gradients before they step."""
+    training.data.finish_gradients = lambda: DataRuntime.finish_gradients(training.data)
+
+
 BUGS = {
+    "a group of ep steps by its ranks' own gradients": (
+        CELLS["adasum in fp16 of groups of ep"],
+        updates_of_ranks_not_of_workers,
+    ),
     "adasum averages": (CELLS["adasum"], adasum_averages),
     "adasum of whole buffers": (CELLS["adasum"], adasum_of_whole_buffers),
     "sets average with everyone": (CELLS["process sets"], sets_average_with_everyone),
@@ -148,10 +166,11 @@ def test_all_stages_of_a_worker_join_together():
     assert document["surprises"] and all("pp" in surprise for surprise in document["surprises"])
 
 
-@pytest.mark.parametrize("degrees", [{"cp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("degrees", [{"cp": 2}, {"tp": 2}, {"dp": 4, "ep": 2, **EXPERTS}], ids=str)
 def test_all_ranks_of_a_worker_join_together(degrees):
     """The messages inside a worker end when it joins, so that only the result is compared."""
-    assert parity({"dp": 2, **degrees, **data(worker_batches=(1, 5))})["passed"]
+    half = degrees.get("dp", 2) // 2
+    assert parity({"dp": 2, **degrees, **data(worker_batches=(1,) * half + (5,) * half)})["passed"]
 
 
 def test_a_joined_worker_adds_zero_and_the_divisor_stays():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from parallelrun.planner.contract.plan import SYNC
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.data_runtime import DataRuntime
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
 from parallelrun.training.verify.measure import BOUNDS, tensor_errors
@@ -26,6 +28,7 @@ from tests.vision import RESNET
 LOCAL_SGD = {"strategy.data.kind": "local_sgd", "strategy.data.sync_every": 2}
 DILOCO = {"strategy.data.kind": "diloco", "strategy.data.sync_every": 2}
 PLAIN_OUTER = {"strategy.data.outer_momentum": 0.0, "strategy.data.outer_nesterov": False}
+EXPERTS = {"model.layers": 2, "model.experts": 4, "model.expert_period": 2}
 AVERAGING = {**PLAIN_OUTER, "strategy.data.outer_lr": 1.0}
 IMAGES = {**RESNET, "model.vocab": None, "dataset.vocab": None, "model.norm_samples": "4"}
 # Uneven vocabulary, clipping that bites, ignored targets; never a step that all runs end with.
@@ -51,7 +54,11 @@ CELLS: dict[str, dict[str, Any]] = {
     "local SGD x cp": {"dp": 2, "cp": 2, "strategy.data.bucket_mb": 0.01, **LOCAL_SGD},
     "DiLoCo x cp x pp, a tied weight in two stages": {"dp": 2, "cp": 2, "pp": 2, **DILOCO},
     "DiLoCo alone, split over cp": {"dp": 1, "cp": 2, **DILOCO},
+    "local SGD of replicas whose ranks have different experts": {"dp": 4, "ep": 2, **EXPERTS, **LOCAL_SGD},
     "DiLoCo x pp": {"dp": 2, "pp": 2, **DILOCO},
+    "DiLoCo of a replica with ep over dp x tp": {
+        "dp": 2, "tp": 2, "ep": 4, "strategy.expert.tp": 1, **EXPERTS, **DILOCO
+    },
     "DiLoCo x tp x pp": {"dp": 2, "tp": 2, "pp": 2, **DILOCO},
     "DiLoCo, a last round that is short": {"dp": 2, **DILOCO, "strategy.data.sync_every": 3, "steps": 4},
 }  # fmt: skip
@@ -60,7 +67,7 @@ CELLS: dict[str, dict[str, Any]] = {
 RARE = (
     "local SGD, 4 replicas, accumulation, many buckets", "local SGD x 2d", "local SGD that ends between two rounds",
     "DiLoCo of a network with BatchNorm", "DiLoCo, heavy ball", "DiLoCo, 3 replicas",
-    "DiLoCo x tp x pp",
+    "DiLoCo x pp", "DiLoCo x tp x pp",
 )  # fmt: skip
 if not FULL:
     CELLS = {name: cell for name, cell in CELLS.items() if name not in RARE}
@@ -94,6 +101,17 @@ def sum_for_mean(training: Training) -> None:
             tensor.mul_(2)
 
     training.data.average = wrong
+
+
+def keep_dense_gradients_apart(training: Training) -> None:
+    """Ranks of a replica with different experts do not sum the gradients of what they all have."""
+    training.data.finish_gradients = lambda: DataRuntime.finish_gradients(training.data)
+
+
+def average_over_all_of_dp(training: Training) -> None:
+    """Experts are averaged with other experts."""
+    dp, own = training.mesh.group("dp"), training.plan.worker_axis
+    training.mesh._groups[own] = replace(dp, axis=own)
 
 
 def forget_a_bucket(training: Training) -> None:
@@ -166,6 +184,8 @@ BUGS: list[tuple[dict[str, Any], Callable[[Training], None]]] = [
     (LOCAL_SGD, share_gradients),
     (LOCAL_SGD, clip_by_the_global_norm),
     ({**LOCAL_SGD, "strategy.data.bucket_mb": 0.01}, forget_a_bucket),
+    (CELLS["local SGD of replicas whose ranks have different experts"], keep_dense_gradients_apart),
+    (CELLS["local SGD of replicas whose ranks have different experts"], average_over_all_of_dp),
     (DILOCO, average_too_rarely),
     (DILOCO, forget_the_momentum),
     (DILOCO, go_on_from_ones_own_weights),

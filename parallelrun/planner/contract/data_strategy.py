@@ -136,9 +136,9 @@ class DataStrategy(AxisStrategy):
         return not self.independent
 
     @property
-    def sums_context_first(self) -> bool:
-        """Whether the ranks of a sequence (cp) act as one worker: what is combined over dp is no plain sum, so their
-        gradients are summed before it."""
+    def sums_workers_first(self) -> bool:
+        """Whether what is combined is no plain sum, so that the ranks of a worker (`Plan.worker_axis`) sum their
+        gradients before it."""
         return False
 
     @property

@@ -30,6 +30,7 @@ Value = TypeVar("Value")
 CONTROL_ELEMENTS = 3
 WORLD, EMBEDDING = "world", "embedding"  # groups that are not mesh axes: all ranks; the holders of a tied weight
 DATA_CONTEXT = "dp_cp"  # dp x cp as one axis
+EXPERT_DP = "expert_dp"  # dp x cp without ep: the copies of an expert
 SYNC = "sync"  # purpose of the traffic between independent replicas, once every `DataStrategy.sync_every` steps
 
 
@@ -166,14 +167,26 @@ class Plan:
         return self.mesh.size(self.count_axis)
 
     @cached_property
-    def sums_context_first(self) -> bool:
-        """Whether gradients are summed over cp before the data strategy combines them over dp."""
-        return self.context is not None and self.data.sums_context_first and self.mesh.size("dp") > 1
+    def worker_axis(self) -> str:
+        """The axis of the workers. A worker is the ranks that act as one in the data strategy: those of a sequence
+        (cp), and, where workers are not in step, those that share the experts of one copy of the model (ep)."""
+        shares_experts = self.expert is not None and self.mesh.size(EXPERT_DP) < self.mesh.size("dp")
+        return EXPERT_DP if shares_experts and not self.data.in_step else "dp"
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of workers (of `worker_axis`)."""
+        return self.mesh.size(self.worker_axis)
+
+    @cached_property
+    def sums_workers_first(self) -> bool:
+        """Whether a worker sums its gradients before the data strategy combines those of several workers."""
+        return self.data.sums_workers_first and 1 < self.num_replicas < self.num_data_ranks
 
     @cached_property
     def data_axis(self) -> str:
         """The axis over which the data strategy combines gradients."""
-        return "dp" if self.sums_context_first else self.count_axis
+        return self.worker_axis if self.sums_workers_first else self.count_axis
 
     @property
     def ep_spans_tp(self) -> bool:
@@ -198,7 +211,7 @@ class Plan:
     @property
     def num_norms(self) -> int:
         """The number of gradient norms: one for the global gradient, or one for each independent replica."""
-        return self.mesh.size("dp") if self.data.independent else 1
+        return self.num_replicas if self.data.independent else 1
 
     @property
     def num_workers(self) -> int:

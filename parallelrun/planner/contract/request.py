@@ -36,3 +36,8 @@ class Request:
     def ep_data_ranks(self) -> int:
         """The ranks of dp x cp that a group of ep covers, of which each has complete experts where ep spans tp, too."""
         return self.ep // self.tp if self.config.strategy.expert.tp == 1 < self.ep else self.ep
+
+    @property
+    def ep_replicas(self) -> int:
+        """The replicas of the data (ranks of dp) that a group of ep covers, and whose experts it has."""
+        return max(1, self.ep_data_ranks // self.cp)

@@ -84,7 +84,7 @@ def replicated_over(layout: Layout, plan: Plan) -> tuple[str, ...]:
     shape = plan.mesh
     differ = {dim for axis in (*layout.axes, "pp") for dim in shape.mesh_dims_of(axis)}
     if plan.data.independent:
-        differ |= set(shape.mesh_dims_of("dp"))
+        differ |= set(shape.mesh_dims_of(plan.worker_axis))
     return tuple(dim for dim in shape.mesh_dim_names if dim not in differ and shape.size(dim) > 1)
 
 

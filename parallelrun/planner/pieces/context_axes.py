@@ -74,6 +74,8 @@ def _ranges(data: Axes, context: Axes, ep: Axes) -> Ranges:
         minor, size = data[0][-1]
         if len(data[0]) > 1:
             dims[expert_axes.EXPERT + minor] = inner, size
+        if inner < cp:
+            dims[expert_axes.EXPERT_CP] = inner, cp
     return dims
 
 

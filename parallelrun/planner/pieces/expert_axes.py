@@ -16,13 +16,15 @@ from parallelrun.base.wording import divisors, either, nearest
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.data_strategy import DataStrategy, FlattenedDims, MeshDims
 from parallelrun.planner.contract.degrees import Degrees
-from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.contract.plan import EXPERT_DP, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model import definitions
 
-EP, DP, TP, EXPERT = "ep", "dp", "tp", "expert_"
+EP, DP, CP, TP, EXPERT = "ep", "dp", "cp", "tp", "expert_"
 SPANS = "strategy.expert.tp=1"
 EP_DP = "ep_dp"  # the part of ep (on two levels, of ep_inner) that lies in dp x cp, where ep spans tp
+EP_DATA = "ep_data"  # on two levels, ep_outer x ep_dp
+EXPERT_CP = "expert_cp"  # cp without ep: the copies of an expert in the ranks of a sequence
 
 
 def degree(config: Config, requested: int | None, degrees: Degrees, experts: int, problems: list[Problem]) -> int:
@@ -89,7 +91,7 @@ def check(request: Request, strategy: type[DataStrategy]) -> list[Problem]:
     if strategy.check(request):  # reported on their own: an illegal strategy cannot be resolved
         return []
     data, problems = strategy.resolve(request), []
-    if not (data.in_step and data.takes_experts):
+    if not data.takes_experts:
         where = "strategy.data.kind"
         said = f"{where}={data.kind}" + (f" ({data.detail})" if data.detail else "")
         kind, message = "not_built", f"ep={request.ep}: {said} does not support experts that are sharded over dp"
@@ -153,10 +155,28 @@ def num_data_ranks(plan: Plan) -> int:
     return plan.mesh.size(EP) * plan.expert_tp // plan.mesh.size(TP)
 
 
+def is_sharded(layout: Layout, plan: Plan) -> bool:
+    """Whether a layout is that of experts of which the ranks of dp x cp have different ones."""
+    return plan.expert is not None and num_data_ranks(plan) > 1 and EP in layout.axes
+
+
 def replica_axis(layout: Layout, plan: Plan) -> str:
-    """The axis over which a parameter is replicated and its gradients are summed: `expert_dp` for experts sharded over
-    `plan.data_axis`, else that. Gradients need no division: losses are sums, scaled by the global count before."""
-    return EXPERT + DP if plan.expert and num_data_ranks(plan) > 1 and EP in layout.axes else plan.data_axis
+    """The axis over which a parameter is replicated and the data strategy combines its gradients: `plan.data_axis`; of
+    experts that are sharded over ranks of dp x cp `expert_dp`, or dp if the copies in a worker are summed before.
+    Gradients need no division: losses are sums, scaled by the global count before."""
+    if not is_sharded(layout, plan):
+        return plan.data_axis
+    return EXPERT_DP if not plan.sums_workers_first or plan.mesh.size(EXPERT_DP) < plan.mesh.size(DP) else DP
+
+
+def inner_axis(layout: Layout, plan: Plan) -> str:
+    """The axis of a worker's ranks that have copies of a parameter, if they sum its gradients first; else ""."""
+    if not plan.sums_workers_first:  # a single worker that trains as others would by themselves
+        return replica_axis(layout, plan) if plan.data.independent and plan.num_replicas == 1 else ""
+    if is_sharded(layout, plan):
+        return EXPERT_CP
+    inside = set(plan.mesh.mesh_dims_of(plan.count_axis)) - set(plan.mesh.mesh_dims_of(plan.worker_axis))
+    return next(axis for axis in (CP, EP, EP_DP, EP_DATA) if set(plan.mesh.mesh_dims_of(axis)) == inside)
 
 
 def axis_views(plan: Plan) -> dict[str, str]:
@@ -171,6 +191,7 @@ def axis_views(plan: Plan) -> dict[str, str]:
         "dp_shard": "shards of all but experts",
         "expert_dp": "copies of the same experts",
         EP_DP: "parts of ep, each of complete tp groups",
+        EP_DATA: "ranks of dp in a group of ep",
         "expert_dp_shard": "shards of the same experts",
         "ep": f"{experts} experts, {experts // ep} each",
         "ep_outer": f"groups of {plan.mesh.size('ep_inner')} ranks of ep",

@@ -196,7 +196,7 @@ def checkpoint_bytes(plan: Plan) -> int:
     """
     trained = plan.spec.num_parameters - plan.spec.num_frozen
     state = plan.spec.num_parameters + trained * plan.optimizer_states
-    replicas = plan.mesh.size("dp")
+    replicas = plan.num_replicas
     copies = 1 + replicas if plan.data.independent and replicas > 1 else 1
     stored = BYTES[plan.precision.stored]
     narrower = sum(p.numel * (stored - BYTES[p.stored]) for p in plan.spec.parameters.values() if p.stored)

@@ -12,7 +12,7 @@ from parallelrun.distributed import comm, torch_private
 from parallelrun.distributed.mesh import Group, Mesh
 from parallelrun.planner.contract.parameters import LocalParameter, owns
 from parallelrun.planner.contract.plan import EMBEDDING, Plan
-from parallelrun.planner.pieces.expert_axes import replica_axis
+from parallelrun.planner.pieces.expert_axes import is_sharded, replica_axis
 from parallelrun.training.loop.flat_tensors import flatten, unflatten
 
 EPSILON = 1e-6
@@ -42,7 +42,7 @@ class Gradients:
         self._loose = [p for p in parameters if replica_axis(p.layout, plan) not in flat]
         coordinate = dict(mesh.coordinate)
         if plan.data.independent:
-            coordinate["dp"] = 0  # every replica measures its own gradients
+            coordinate |= dict.fromkeys(plan.mesh.mesh_dims_of(plan.worker_axis), 0)  # each measures its own gradients
         owned = {layout: owns(layout, plan.mesh, coordinate) for layout in {p.layout for p in parameters}}
         self._measured: list[Tensor] = []  # parts of flat buffers; `_counted` parameters are measured one by one
         self._counted = [p for p in self._loose if not p.shared and owned[p.layout]]
@@ -103,7 +103,9 @@ def _own_parts(
 ) -> list[Tensor] | None:
     """Return the parts of an axis's flat buffers that this rank measures, or None if other ranks count some of them."""
     if axis == plan.data_axis and not plan.data.independent:
-        axis = plan.count_axis  # where sequences are summed first, the ranks of one have equal gradients
+        if any(is_sharded(p.layout, plan) for p in parameters):
+            return None
+        axis = plan.count_axis  # where workers are summed first, the ranks of one have equal gradients
     coordinate, replicas = dict(mesh.coordinate), plan.mesh.size(axis)
     if plan.data.independent or any(axis in p.layout.axes for p in parameters):
         replicas = 1  # each rank of the axis has different gradients

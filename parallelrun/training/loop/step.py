@@ -58,7 +58,7 @@ def _totals(training: Training, loss_sum: Tensor, num_valid: float, squares: Ten
     """Sum fp64 numbers, to which each sample and target contributes once: the one small all-reduce of every step."""
     plan, mesh = training.plan, training.mesh
     norms: list[Tensor | float] = [0.0] * plan.num_norms
-    norms[mesh.coordinate.get("dp", 0) if plan.num_norms > 1 else 0] = squares
+    norms[mesh.coordinate.get(plan.worker_axis, 0) if plan.num_norms > 1 else 0] = squares
     counted_loss = loss_sum if training.counts_loss else 0.0
     values = (counted_loss, num_valid if training.counts_targets else 0, float(stop), *norms)
     assert len(values) == CONTROL_ELEMENTS + plan.num_norms
@@ -170,7 +170,8 @@ def train_step(
 
 def _update(training: Training, totals: Totals, lr: float, loss_scale: float) -> None:
     """Clip the gradients, which have the factor `loss_scale`, and update the weights."""
-    mine = training.mesh.coordinate.get("dp", 0) if training.plan.data.independent else 0
+    plan, coordinate = training.plan, training.mesh.coordinate
+    mine = coordinate.get(plan.worker_axis, 0) if plan.data.independent else 0
     own_norm = totals.norms_squared[mine] ** 0.5 / loss_scale
     training.gradients.clip(own_norm, training.config.optimizer.clip, loss_scale)
     training.optimizer.step(lr)

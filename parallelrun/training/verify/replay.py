@@ -1,7 +1,7 @@
 """The reference of plans whose equivalence is `replay`: the data strategy's algorithm in one process.
 
 Some data strategies do not compute the same as one device (gradient compression, Adasum, local SGD, DiLoCo). Their
-reference is a replay: one single-device replica per dp rank, each with its part of the batch, and the strategy's rule
+reference is a replay: one single-device replica per worker, each with its part of the batch, and the strategy's rule
 between them, `rule(config, plan) -> ReplayRule` in `strategies/data/<kind>/reference.py`. The reference has no tensor
 or pipeline axes, so those are verified too.
 """
@@ -33,8 +33,8 @@ Tensors = dict[str, Tensor]
 class ReplayRule:
     """The exchange between the replicas of a data strategy in plain arithmetic. This class is that of plain DDP.
 
-    One object lives through all steps, so it may keep state (error feedback, momenta). Lists are in the order of dp
-    coordinates. Tensors are logical (one-device names and shapes), in the precision of the check.
+    One object lives through all steps, so it may keep state (error feedback, momenta). Lists are in the order of the
+    workers. Tensors are logical (one-device names and shapes), in the precision of the check.
     """
 
     def begin(self, weights: list[Tensors]) -> None:
@@ -44,7 +44,8 @@ class ReplayRule:
         """Return the gradients for each replica's optimizer (before clipping), here the sum for each replica.
 
         local[r] is the gradient of (sum of replica r's losses) / (valid targets of the global batch), so that the sum
-        over replicas is the global gradient. If `plan.data.independent`, it is dp times that: the replica's own mean.
+        over replicas is the global gradient. If `plan.data.independent`, it is the mean of the replica's own: as many
+        times that as there are replicas.
         """
         total = {name: torch.stack([own[name] for own in local]).sum(0) for name in local[0]}
         return [{name: value.clone() for name, value in total.items()} for _ in local]
@@ -67,7 +68,7 @@ def record_replay(
     config = with_lr_scale(config, plan)
     rule: ReplayRule = registry.load("strategies", f"data.{plan.data.kind}", "reference").rule(config, plan)
     steps = config.verify.steps
-    replicas = [_replica(config, plan, device, index) for index in range(plan.mesh.size("dp"))]
+    replicas = [_replica(config, plan, device, index) for index in range(plan.num_replicas)]
     if decisions is not None:
         for replica in replicas:
             decisions.attach(replica)
@@ -85,7 +86,8 @@ def record_replay(
 
 
 def _step(rule: ReplayRule, replicas: list[Training], plan: Plan, step: int, lr: float, trace: Trace) -> None:
-    has_batch = [plan.data.has_batch(step, index) for index in range(len(replicas))]
+    span = plan.mesh.size("dp") // len(replicas)
+    has_batch = [plan.data.has_batch(step, index * span) for index in range(len(replicas))]
     batches = [replica.reader.batch(step) if has else None for replica, has in zip(replicas, has_batch)]
     counts = [0 if batch is None else count_valid(replica, batch)[1] for replica, batch in zip(replicas, batches)]
     divisor = sum(counts) * len(replicas) / sum(has_batch) or 1.0
@@ -129,9 +131,9 @@ def _share_statistics(replicas: list[Training], has_batch: list[bool]) -> None:
 
 
 def _replica(config: Config, plan: Plan, device: torch.device, index: int) -> Training:
-    """Build a one-device training on the samples of data replica `index`, in one microbatch."""
+    """Build a one-device training on the samples of worker `index`, in one microbatch."""
     single, single_plan = single_device(config, plan)
-    batch = replace(single_plan.batch, micro_batch=plan.batch.replica_batch, microbatches=1)
+    batch = replace(single_plan.batch, micro_batch=plan.batch.global_batch // plan.num_replicas, microbatches=1)
     training = build(single, replace(single_plan, batch=batch), device)
     training.close()
     training.reader, training.eval_reader = (

@@ -134,9 +134,9 @@ def _gather(training: Training, part: Callable[[LocalParameter], Tensor], trace:
     """
     mesh, plan = training.mesh, training.plan
     coordinate, independent = dict(mesh.coordinate), plan.data.independent
-    replica = coordinate.get("dp", 0) if independent else 0
+    replica = coordinate.get(plan.worker_axis, 0) if independent else 0
     if independent:
-        coordinate["dp"] = 0
+        coordinate |= dict.fromkeys(plan.mesh.mesh_dims_of(plan.worker_axis), 0)
     entries, digests, owned = [], [], {}
     for parameter in training.held:
         local = part(parameter).to("cpu", copy=True)
@@ -156,7 +156,7 @@ def _gather(training: Training, part: Callable[[LocalParameter], Tensor], trace:
     everyone = [entries for entries, _ in gathered]
     _note_disagreeing(everyone, trace, 1e-10 if plan.precision.name == "fp64" else 1e-5)
     dtype = getattr(torch, plan.precision.stored)
-    replicas = range(plan.mesh.size("dp")) if independent else [None]
+    replicas = range(plan.num_replicas) if independent else [None]
     shapes = {
         name if index is None else replica_name(name, index): spec.shape
         for index in replicas

@@ -12,6 +12,7 @@ from parallelrun.base.layout import Layout
 from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters, element_bytes, held_parameters
 from parallelrun.planner.contract.plan import Collective, Plan, once
 from parallelrun.planner.contract.request import Request
+from parallelrun.planner.pieces.expert_axes import inner_axis
 
 from .buckets import Shape, exchanged_numel, reduce_bytes
 
@@ -68,12 +69,15 @@ def final_collectives(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> l
     return [*out, Collective("embedding", "all_reduce", "tied", 1, sum(tied_bytes))] if tied_bytes else out
 
 
-def context_sums(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-    """The all-reduces over cp, one for each bucket, where they come before the exchange over dp."""
+def inner_sums(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+    """The all-reduces inside a worker, one for each bucket, where they come before the exchange between workers."""
     buckets = buckets_of(pp_rank, coordinate, plan)
-    sizes = [buckets.sent_bytes(number, padded=False) for number in range(len(buckets.parts))]
-    is_first = plan.sums_context_first and sizes
-    return [Collective("cp", "all_reduce", "gradients", len(sizes), sum(sizes))] if is_first else []
+    axes = [inner_axis(parts[0][0].layout, plan) for parts in buckets.parts]
+    return [
+        Collective(axis, "all_reduce", "gradients", 1, buckets.sent_bytes(number, padded=False))
+        for number, axis in enumerate(axes)
+        if plan.mesh.size(axis) > 1
+    ]
 
 
 def buckets_of(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> RankBuckets:

@@ -1,8 +1,9 @@
-"""Sums of buckets of separate tensors, each as one flat tensor: of weights over dp, of gradients over cp."""
+"""Sums of buckets of separate tensors, each as one flat tensor: of weights of workers, of gradients inside a worker."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group, Mesh
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.pieces.expert_axes import inner_axis
+from parallelrun.training.loop.data_runtime import Pair
 from parallelrun.training.loop.flat_tensors import flatten, unflatten
 
 
@@ -31,10 +35,11 @@ def sum_buckets(buckets: Sequence[Sequence[Tensor]], group: Group, purpose: str,
         _finish(*exchange, divisor)
 
 
-def sum_over_context(buckets: Sequence[Sequence[Tensor]], mesh: Mesh) -> None:
-    """Sum the gradients of buckets of weights over the ranks of a sequence, which then act as one worker."""
-    gradients = [[weight.grad for weight in weights if weight.grad is not None] for weights in buckets]
-    sum_buckets(gradients, mesh.group("cp"), "gradients")
+def sum_inside_worker(buckets: Sequence[Sequence[Pair]], plan: Plan, mesh: Mesh) -> None:
+    """Sum the gradients of buckets of weights over those ranks of a worker that have copies; they then act as one."""
+    for axis, same in groupby(buckets, key=lambda pairs: inner_axis(pairs[0][0].layout, plan)):
+        gradients = [[weight.grad for _, weight in pairs if weight.grad is not None] for pairs in same]
+        sum_buckets(gradients, mesh.group(axis), "gradients")
 
 
 def _finish(flat: Tensor, tensors: Sequence[Tensor], work: dist.Work, divisor: int) -> None:

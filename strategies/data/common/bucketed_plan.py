@@ -16,7 +16,7 @@ from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.predict.prediction import merge
 
-from .bucket_prediction import buckets_of, context_sums, final_collectives
+from .bucket_prediction import buckets_of, final_collectives, inner_sums
 from .buckets import Shape, partition
 from .compression.plan import Compression, SummedMessage, requested_compression, used_compression
 from .keys import BucketKeys
@@ -44,7 +44,7 @@ class BucketedAllReduce(DataStrategy):
         return cls(bucket_bytes=bucket_bytes, compression=used_compression(request))
 
     @property
-    def sums_context_first(self) -> bool:
+    def sums_workers_first(self) -> bool:
         """A compressed sum depends on how many parts it has."""
         return self.compression.compresses
 
@@ -73,7 +73,8 @@ class BucketedAllReduce(DataStrategy):
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         messages = self.bucket_messages(pp_rank, coordinate, plan)
         rows = [row for message in messages for row in self.rows_of_sum(message, coordinate, plan)]
-        return [*context_sums(pp_rank, coordinate, plan), *merge(rows), *final_collectives(pp_rank, coordinate, plan)]
+        rows += inner_sums(pp_rank, coordinate, plan)
+        return [*merge(rows), *final_collectives(pp_rank, coordinate, plan)]
 
     def keeps_gradients(self, plan: Plan) -> bool:
         return True

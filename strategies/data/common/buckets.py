@@ -15,7 +15,7 @@ from parallelrun.planner.contract.data_strategy import Bucket
 from parallelrun.planner.contract.parameters import HeldParameter
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.model_spec import ParameterSpec
-from parallelrun.planner.pieces.expert_axes import replica_axis
+from parallelrun.planner.pieces.expert_axes import inner_axis, replica_axis
 
 FIRST_BUCKET_BYTES = 2**20
 MAX_PENDING = 2  # zero2's exchanges that have not ended: one bucket is sent while the next one fills
@@ -53,16 +53,17 @@ def partition(
     """The buckets of parameters with those local shapes, in the order in which backward fills them on every rank.
 
     padded: parameters are as large as their chunks with padding. only: the parameters with these indices. No bucket
-    spans two axes, nor dtypes of weights.
+    spans two axes, inside workers or between them, nor dtypes of weights.
     """
-    by_kind: dict[tuple[str, str], list[int]] = {}
+    by_kind: dict[tuple[str, str, str], list[int]] = {}
     for index in range(len(trained)) if only is None else only:
         parameter = trained[index]
         if is_summed(parameter, plan):
             dtype = plan.data.weight_dtype(parameter.spec, parameter.layout, plan)
-            by_kind.setdefault((replica_axis(parameter.layout, plan), dtype), []).append(index)
+            axes = replica_axis(parameter.layout, plan), inner_axis(parameter.layout, plan)
+            by_kind.setdefault((*axes, dtype), []).append(index)
     size, buckets = reduce_bytes(plan), []
-    for (axis, _), own in by_kind.items():
+    for (axis, *_), own in by_kind.items():
         sizes = [size * exchanged_numel(trained[index], shapes[index], plan, padded) for index in own]
         buckets += [Bucket(axis, tuple(own[i] for i in bucket)) for bucket in fill(sizes, plan.data.bucket_bytes)]
     return sorted(buckets, key=lambda bucket: -bucket.indices[-1])

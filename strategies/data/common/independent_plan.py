@@ -17,8 +17,9 @@ from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy
 from parallelrun.planner.contract.parameters import HeldParameter
 from parallelrun.planner.contract.plan import SYNC, Collective, Plan
 from parallelrun.planner.contract.request import Request
+from parallelrun.planner.predict.prediction import merge
 
-from .bucket_prediction import buckets_of, final_collectives
+from .bucket_prediction import buckets_of, final_collectives, inner_sums
 from .buckets import Shape, partition
 from .keys import PeriodicKeys
 
@@ -28,12 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class IndependentReplicas(DataStrategy):
-    """Every rank of dp holds the complete weights, gradients and optimizer state of its own replica.
+    """Every replica (worker of the plan) has its own weights, gradients and optimizer state; its ranks, if there are
+    several, have the same or different experts.
 
     sync_every: steps between two synchronisations. steps: of the run, whose last step always synchronises, so that a
     run ends with one model. A checkpoint between two synchronisations holds the weights of every replica.
     """
 
+    takes_experts = True
     takes_context = True
     default_sync_every: ClassVar[int]
 
@@ -61,7 +64,7 @@ class IndependentReplicas(DataStrategy):
         return True
 
     @property
-    def sums_context_first(self) -> bool:
+    def sums_workers_first(self) -> bool:
         return True
 
     def meets(self, step: int) -> bool:
@@ -78,14 +81,12 @@ class IndependentReplicas(DataStrategy):
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """The collectives of a step that synchronises: one all-reduce per weight bucket, and those of every step, in
-        which the ranks of a sequence sum their gradients."""
+        which the ranks of a replica sum their gradients."""
         sizes = self._bucket_bytes(pp_rank, coordinate, plan)
-        rows = [
-            Collective(axis, "all_reduce", purpose, len(sizes), sum(sizes))
-            for axis, purpose in (("cp", "gradients"), ("dp", SYNC))
-            if sizes and plan.mesh.size(axis) > 1
-        ]
-        return rows + final_collectives(pp_rank, coordinate, plan)
+        has_others = sizes and plan.num_replicas > 1
+        rows = [Collective(plan.worker_axis, "all_reduce", SYNC, len(sizes), sum(sizes))] if has_others else []
+        rows += inner_sums(pp_rank, coordinate, plan)
+        return merge(rows) + final_collectives(pp_rank, coordinate, plan)
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """The bytes of a synchronisation: two flat buckets at a time."""

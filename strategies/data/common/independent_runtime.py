@@ -12,7 +12,7 @@ from parallelrun.planner.contract.plan import SYNC, Plan
 from parallelrun.training.loop.data_runtime import DataRuntime, Pair, match
 from parallelrun.training.loop.flat_tensors import bucket_pairs
 
-from .bucket_sums import sum_buckets, sum_over_context
+from .bucket_sums import sum_buckets, sum_inside_worker
 from .independent_plan import IndependentReplicas
 
 
@@ -27,11 +27,11 @@ class IndependentRuntime(DataRuntime):
         super().__init__(pairs, plan, mesh)
         self._strategy = IndependentReplicas.of(plan)
         self._weights = [parameter.tensor.detach() for parameter in self.parameters]
-        self._buckets = [[weight for _, weight in own] for _, own in bucket_pairs(pairs, plan)[0]]
+        self._buckets = [own for _, own in bucket_pairs(pairs, plan)[0]]
 
     def finish_gradients(self) -> None:
         super().finish_gradients()
-        sum_over_context(self._buckets, self._mesh)
+        sum_inside_worker(self._buckets, self._plan, self._mesh)
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
@@ -44,5 +44,5 @@ class IndependentRuntime(DataRuntime):
 
     def average(self) -> None:
         """Replace each weight by its mean over replicas, bitwise equal on all of them."""
-        group = self._mesh.group("dp")
-        sum_buckets([[weight.detach() for weight in weights] for weights in self._buckets], group, SYNC, group.size)
+        group = self._mesh.group(self._plan.worker_axis)
+        sum_buckets([[weight.detach() for _, weight in own] for own in self._buckets], group, SYNC, group.size)

@@ -19,6 +19,7 @@ from parallelrun.distributed.comm import Waitable
 from parallelrun.distributed.mesh import Group, Mesh
 from parallelrun.planner.contract.parameters import HeldParameter
 from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.pieces.expert_axes import inner_axis
 from parallelrun.training.loop.data_runtime import DataRuntime, Pair, by_axis, complete_gradients
 from parallelrun.training.loop.flat_tensors import bucket_pairs, flat_views
 
@@ -194,14 +195,15 @@ class BucketedRuntime(DataRuntime):
         send: Callable[[], Waitable] = partial(start_sum, buffer)
         if compression:
             send = registry.load("compressions", compression).sender(buffer, parts, self._plan, start_sum)
-        if not self._plan.sums_context_first:
+        inside = self._mesh.group(inner_axis(parts[0][0].layout, self._plan))
+        if inside.size == 1:
             return send
 
-        def sum_context_first() -> Waitable:
-            comm.all_reduce(buffer, self._mesh.group("cp"), "gradients")
+        def sum_worker_first() -> Waitable:
+            comm.all_reduce(buffer, inside, "gradients")
             return send()
 
-        return sum_context_first
+        return sum_worker_first
 
     def begin_step(self) -> None:
         for weight in self._unique:

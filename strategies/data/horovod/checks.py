@@ -23,12 +23,12 @@ def check_horovod(request: Request) -> list[Problem]:
     data = HorovodConfig.of(request.config)
     checks = [_check_sets, _check_batches]
     checks += [_check_adasum] if data.reduction == ADASUM else []
-    checks += [_check_experts] if request.ep > 1 else []
-    return [problem for check in checks for problem in check(request)]
+    problems = [problem for check in checks for problem in check(request)]
+    return problems or (_check_experts(request) if request.ep_replicas > 1 else [])
 
 
-def complete_sets(sets: Sequence[Sequence[int]], num_workers: int) -> tuple[tuple[int, ...], ...]:
-    """Return `sets` and a set of one for each worker that is in none of them; () if there are no sets.
+def complete_sets(sets: Sequence[Sequence[int]], dp: int, span: int) -> tuple[tuple[int, ...], ...]:
+    """Return `sets` and one for each worker (`span` coordinates of dp) that is in none of them; () without sets.
 
     As in Horovod: a DistributedOptimizer reduces gradients only on members of its process set, so that every other
     worker steps by its own gradients.
@@ -36,20 +36,22 @@ def complete_sets(sets: Sequence[Sequence[int]], num_workers: int) -> tuple[tupl
     if not sets:
         return ()
     members = {worker for group in sets for worker in group}
-    alone = ((worker,) for worker in range(num_workers) if worker not in members)
+    alone = (tuple(range(first, first + span)) for first in range(0, dp, span) if first not in members)
     return (*map(tuple, sets), *alone)
 
 
 def filled(request: Request) -> tuple[str, ...]:
     """Return a sentence on the workers that are in no process set."""
-    sets = HorovodConfig.of(request.config).process_sets
-    alone = [str(members[0]) for members in complete_sets(sets, request.dp)[len(sets) :]]
+    sets, span = HorovodConfig.of(request.config).process_sets, request.ep_replicas
+    others = complete_sets(sets, request.dp, span)[len(sets) :]
+    alone = [f"{group[0]} to {group[-1]}" if span > 1 else f"{group[0]}" for group in others]
+    noun = "worker" if span == 1 else "ep group"
     if not alone:
         return ()
     if len(alone) == 1:
-        return (f"worker {alone[0]} trains alone (filled: it is in no process set)",)
+        return (f"{noun} {alone[0]} trains alone (filled: it is in no process set)",)
     shown = ", ".join([*alone[:MOST_NAMED], *(["..."] if len(alone) > MOST_NAMED else [])])
-    return (f"workers {shown} train alone, each by itself (filled: they are in no process set)",)
+    return (f"{noun}s {shown} train alone, each by itself (filled: they are in no process set)",)
 
 
 def _check_sets(request: Request) -> list[Problem]:
@@ -101,12 +103,14 @@ def _check_batches(request: Request) -> list[Problem]:
 
 def _check_adasum(request: Request) -> list[Problem]:
     data, problems = HorovodConfig.of(request.config), []
-    sizes = {len(members) for members in data.process_sets} or {request.dp}
+    span = request.ep_replicas
+    sizes = {len(members) // span for members in data.process_sets} or {request.dp // span}
     for size in sorted(size for size in sizes if size & (size - 1)):
         powers = [2**n for n in range(size.bit_length() + 1)]
-        fix = either("dp", nearest(size, powers)) if not data.process_sets else "strategy.data.reduction=average"
+        dp = [span * number for number in nearest(size, powers)]
+        fix = either("dp", dp) if not data.process_sets else "strategy.data.reduction=average"
         message = f"adasum combines workers in pairs: {size} is no power of two"
-        problems.append(Problem(message, "strategy.data.reduction", fix, kind="undefined"))
+        problems.append(Problem(message, "strategy.data.reduction", fix, kind="arithmetic"))
     if not requested_compression(request.config).elementwise:
         message = "powersgd compresses sums of gradients, and adasum computes none"
         fix = "strategy.data.compression=fp16"
@@ -118,23 +122,29 @@ def _check_adasum(request: Request) -> list[Problem]:
 
 
 def _check_experts(request: Request) -> list[Problem]:
-    """Tokens go to experts on other workers in every step, so all workers must train one model in every step."""
-    data, ep = HorovodConfig.of(request.config), request.ep
-    settings = [
-        (data.reduction == ADASUM, "reduction", "=average", "adasum steps every worker by its own gradient"),
-        (bool(data.process_sets), "process_sets", "=[]", "each process set trains a model of its own"),
-        (bool(data.worker_batches), "worker_batches", "=[]", "a worker that has joined takes no more steps"),
-    ]
-    return [
-        Problem(
-            f"ep={ep} sends tokens to other workers inside every step, and {why}",
-            f"strategy.data.{key}",
-            f"strategy.data.{key}{fix} or ep=1",
-            kind="undefined",
-        )
-        for is_set, key, fix, why in settings
-        if is_set
-    ]
+    """Workers that hold the experts of one model between them send each other tokens in every step."""
+    data, span, problems = HorovodConfig.of(request.config), request.ep_replicas, []
+    groups = [range(first, first + span) for first in range(0, request.dp, span)]
+
+    def problem(key: str, group: range, why: str, legal: Sequence[object]) -> Problem:
+        message = f"ep={request.ep}: workers {group[0]} to {group[-1]} hold the experts of one model, and {why}"
+        where = f"strategy.data.{key}"
+        return Problem(message, where, f"{where}={_text(legal)} or ep=1", kind="undefined")
+
+    cut = [group for members in data.process_sets for group in groups if 0 < len({*group} & {*members}) < span]
+    if cut:
+        why, left, legal = "train in one process set with them", list(groups), []
+        for members in data.process_sets:
+            own = [group for group in left if {*group} & {*members}]
+            left = [group for group in left if group not in own]
+            legal += [[worker for group in own for worker in group]] if own else []
+        problems.append(problem("process_sets", cut[0], why, legal))
+    batches = data.worker_batches
+    uneven = [group for group in groups if len({batches[worker] for worker in group}) > 1] if batches else []
+    if uneven:
+        legal = [max(batches[worker] for worker in group) for group in groups for _ in group]
+        problems.append(problem("worker_batches", uneven[0], "join in the same step", legal))
+    return problems
 
 
 def _text(value: Sequence[object]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,12 @@ from parallelrun.base.precision import BYTES
 from parallelrun.planner.contract.messages import Explanation
 from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
 from parallelrun.planner.contract.request import Request
+from parallelrun.planner.predict.prediction import merge
 
 from ..common.allreduce.algorithm import NativeAllReduce
 from ..common.allreduce.plan import AlgorithmAllReduce, indices_on
 from ..common.allreduce.rounds import Number
-from ..common.bucket_prediction import buckets_of, context_sums, final_collectives
+from ..common.bucket_prediction import buckets_of, final_collectives, inner_sums
 from ..common.buckets import reduce_bytes
 from ..common.keys import HorovodConfig
 from . import checks, halving
@@ -32,8 +34,9 @@ PROCESS_SET = "process_set"  # the name of their groups among the axes
 class Horovod(AlgorithmAllReduce):
     """Every rank of dp holds the complete weights, gradients and optimizer state of its stage.
 
-    reduction: average | adasum. worker_batches: the number of batches of each worker (dp coordinate); (): enough.
-    process_sets: dp coordinates that average among themselves, each worker in one set; (): all together.
+    reduction: average | adasum. worker_batches: the number of batches of each dp coordinate; (): enough.
+    process_sets: dp coordinates that average among themselves, each in one set; (): all together. span: consecutive
+    coordinates of dp that share the experts of one copy of the model, and are one worker in sets, join and Adasum.
     """
 
     kind = "horovod"
@@ -43,6 +46,7 @@ class Horovod(AlgorithmAllReduce):
     timeline: bool = False
     worker_batches: tuple[int, ...] = ()
     process_sets: tuple[tuple[int, ...], ...] = ()
+    span: int = 1
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
@@ -59,15 +63,14 @@ class Horovod(AlgorithmAllReduce):
     @classmethod
     def resolve(cls, request: Request) -> Self:
         data, is_single = HorovodConfig.of(request.config), request.num_data_ranks == 1
-        resolved = super().resolve(request)
-        return replace(
-            resolved,
-            algorithm=NativeAllReduce() if is_single else resolved.algorithm,
-            reduction="average" if request.dp == 1 else data.reduction,
-            timeline=data.timeline,
-            worker_batches=tuple(data.worker_batches),
-            process_sets=() if request.dp == 1 else checks.complete_sets(data.process_sets, request.dp),
-        )
+        resolved, span = super().resolve(request), request.ep_replicas
+        resolved = replace(resolved, algorithm=NativeAllReduce() if is_single else resolved.algorithm)
+        resolved = replace(resolved, timeline=data.timeline, span=span)
+        if request.dp <= span:  # one worker
+            return resolved
+        sets = checks.complete_sets(data.process_sets, request.dp, span)
+        batches = tuple(data.worker_batches)
+        return replace(resolved, reduction=data.reduction, worker_batches=batches, process_sets=sets)
 
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
@@ -84,60 +87,67 @@ class Horovod(AlgorithmAllReduce):
         return not self.independent and not self.worker_batches
 
     @property
-    def sums_context_first(self) -> bool:
-        """Adasum, process sets and join are of workers, which have complete sequences."""
-        return super().sums_context_first or not self.in_step
+    def sums_workers_first(self) -> bool:
+        """Adasum, process sets and join are of workers, which have complete sequences and models."""
+        return super().sums_workers_first or not self.in_step
 
     @classmethod
-    def is_no_plain_sum(cls, request: Request) -> bool:
-        data = HorovodConfig.of(request.config)
-        return super().is_no_plain_sum(request) or bool(data.process_sets or data.worker_batches)
+    def of_sums(cls, request: Request) -> Request:
+        data, workers = HorovodConfig.of(request.config), request.dp // request.ep_replicas
+        if workers < 2 or not (data.process_sets or data.worker_batches):
+            return super().of_sums(request)
+        return replace(request, dp=workers, cp=1, ep=1)
 
     @property
     def shares_statistics(self) -> bool:
         return not self.independent
 
     def has_batch(self, step: int, worker: int) -> bool:
-        """Whether a worker has not joined yet."""
+        """Whether a worker (dp coordinate) has not joined yet."""
         return not self.worker_batches or step <= self.worker_batches[worker]
 
     # Process sets
 
+    @cached_property
+    def worker_sets(self) -> tuple[tuple[int, ...], ...]:
+        """The process sets, by workers."""
+        return tuple(tuple(dict.fromkeys(index // self.span for index in members)) for members in self.process_sets)
+
     def process_set(self, worker: int) -> tuple[int, ...]:
         """The workers of the process set of `worker`, itself among them."""
-        return next(members for members in self.process_sets if worker in members)
+        return next(members for members in self.worker_sets if worker in members)
 
     def group_axis(self, axis: str, worker: int) -> str:
         """Process sets of different sizes have different names."""
         if not self.process_sets:
             return axis
-        sizes = {len(members) for members in self.process_sets if len(members) > 1}
+        sizes = {len(members) for members in self.worker_sets if len(members) > 1}
         return PROCESS_SET if len(sizes) < 2 else f"{PROCESS_SET}_{len(self.process_set(worker))}"
 
     def group_size(self, axis: str) -> int | None:
-        groups = {self.group_axis("dp", members[0]): len(members) for members in self.process_sets if len(members) > 1}
+        groups = {self.group_axis("dp", members[0]): len(members) for members in self.worker_sets if len(members) > 1}
         return groups.get(axis)
 
     def members(self, axis: str, worker: int) -> tuple[int, ...] | None:
         return self.process_set(worker) if self.process_sets and axis == self.group_axis(axis, worker) else None
 
     def rank_groups(self, plan: Plan) -> list[tuple[int, ...]]:
-        """The ranks that sum with each other: those of each group of dp, or of each process set in it."""
-        sets = self.process_sets or (range(plan.mesh.size("dp")),)
-        return [tuple(ranks[worker] for worker in members) for ranks in plan.mesh.groups("dp") for members in sets]
+        """The ranks that sum with each other: those of each group of workers, or of each process set in it."""
+        sets, groups = self.worker_sets or (range(plan.num_replicas),), plan.mesh.groups(plan.worker_axis)
+        return [tuple(ranks[worker] for worker in members) for ranks in groups for members in sets]
 
     def summing_group(self, axis: str, coordinate: dict[str, int], plan: Plan) -> tuple[int, int]:
         if not self.process_sets:
             return super().summing_group(axis, coordinate, plan)
-        members = self.process_set(coordinate["dp"])
-        return len(members), members.index(coordinate["dp"])
+        worker = coordinate[plan.worker_axis]
+        return len(members := self.process_set(worker)), members.index(worker)
 
     def summing_members(self, plan: Plan) -> list[tuple[Sequence[int], int]]:
         """The first process set of every size, with the number of sets of its size."""
         if not self.process_sets:
             return super().summing_members(plan)
         by_size: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
-        for members in self.process_sets:
+        for members in self.worker_sets:
             by_size[len(members)].append(members)
         return [(same[0], len(same)) for same in by_size.values()]
 
@@ -145,7 +155,7 @@ class Horovod(AlgorithmAllReduce):
 
     def combines_updates(self, plan: Plan) -> bool:
         """Whether Adasum combines updates in place of the sums of gradients."""
-        return self.reduction == checks.ADASUM and plan.mesh.size("dp") > 1
+        return self.reduction == checks.ADASUM and plan.num_replicas > 1
 
     def update_dtype(self, plan: Plan) -> str:
         """The dtype in which Adasum sends updates."""
@@ -155,11 +165,12 @@ class Horovod(AlgorithmAllReduce):
         """The sums of gradients, or with adasum the messages that combine updates; then those of final gradients."""
         if not self.combines_updates(plan):
             return super().collectives(pp_rank, coordinate, plan)
-        size, index = self.summing_group("dp", coordinate, plan)
+        size, index = self.summing_group(plan.worker_axis, coordinate, plan)
         vectors, element_bytes = self._vectors(pp_rank, coordinate, plan), BYTES[self.update_dtype(plan)]
-        axis = self.group_axis("dp", coordinate["dp"])
+        axis = self.group_axis(plan.worker_axis, coordinate[plan.worker_axis])
         rows = halving.message_rows(vectors, size, index, element_bytes, axis) if size > 1 else []
-        return [*context_sums(pp_rank, coordinate, plan), *rows, *final_collectives(pp_rank, coordinate, plan)]
+        rows += inner_sums(pp_rank, coordinate, plan)
+        return [*merge(rows), *final_collectives(pp_rank, coordinate, plan)]
 
     def counts_of(self, size: int, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> Iterable[Number]:
         """Adasum's halves may differ by an element, too; a worker by itself sends nothing."""
@@ -173,8 +184,8 @@ class Horovod(AlgorithmAllReduce):
         """The largest process set, or all workers if there are no sets."""
         if not self.process_sets:
             return super().explained_group(plan)
-        worker = max(self.process_sets, key=len)[0]
-        return plan.mesh.rank(dp=worker), self.group_axis("dp", worker)
+        worker = max(self.worker_sets, key=len)[0]
+        return plan.mesh.rank(**{plan.worker_axis: worker}), self.group_axis(plan.worker_axis, worker)
 
     def explain(self, plan: Plan) -> Explanation:
         explanation = super().explain(plan)
@@ -192,8 +203,6 @@ class Horovod(AlgorithmAllReduce):
             (bool(self.worker_batches), f"workers join after {list(self.worker_batches)} batches"),
         ]
         base = self.compression.equivalence(plan)
-        if plan.mesh.size("dp") == 1 and not self.worker_batches:
-            return base
         details = [text for applies, text in reasons if applies] + ([base.detail] if base.detail else [])
         return replace(base, kind="replay", detail="; ".join(details)) if details else base
 

@@ -17,7 +17,7 @@ from .plan import Horovod
 
 def rule(config: Config, plan: Plan) -> ReplayRule:
     strategy = Horovod.of(plan)
-    sets = list(strategy.process_sets) or [tuple(range(plan.mesh.size("dp")))]
+    sets = list(strategy.worker_sets) or [tuple(range(plan.num_replicas))]
     if strategy.reduction == ADASUM:
         return AdasumRule(plan, sets, strategy.compression.compresses)
     if strategy.process_sets:

@@ -24,7 +24,7 @@ from parallelrun.training.loop.data_runtime import DataRuntime, Pair, match
 from parallelrun.training.loop.flat_tensors import bucket_pairs, flatten, unflatten
 
 from ..common.allreduce.runtime import AlgorithmRuntime
-from ..common.bucket_sums import sum_over_context
+from ..common.bucket_sums import sum_inside_worker
 from ..common.reducer import Part
 from .adasum import all_combine
 from .plan import Horovod
@@ -110,7 +110,7 @@ def broadcast(tensors: Sequence[tuple[Layout, Tensor]], plan: Plan, mesh: Mesh) 
 
 
 def make_group(strategy: Horovod, plan: Plan, mesh: Mesh) -> Group:
-    """Return this rank's process set along dp (Horovod's static process sets), or all of dp if there are no sets.
+    """Return this rank's process set (Horovod's static process sets), or all of the data axis if there are no sets.
 
     Every rank creates the groups of all sets, in the same order.
     """
@@ -119,7 +119,7 @@ def make_group(strategy: Horovod, plan: Plan, mesh: Mesh) -> Group:
     for ranks in strategy.rank_groups(plan):
         process_group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
         if mesh.rank in ranks:
-            axis = strategy.group_axis("dp", mesh.coordinate["dp"])
+            axis = strategy.group_axis(plan.worker_axis, mesh.coordinate[plan.worker_axis])
             own = Group(axis, ranks, ranks.index(mesh.rank), process_group)
     return own
 
@@ -131,8 +131,8 @@ class AdasumRuntime(DataRuntime):
         super().__init__(pairs, plan, mesh)
         self._group = group
         buckets, _ = bucket_pairs(pairs, plan)
-        self._buckets = [[weight for _, weight in own] for _, own in buckets]
-        self._weights = [[weight.detach() for weight in own] for own in self._buckets]
+        self._buckets = [own for _, own in buckets]
+        self._weights = [[weight.detach() for _, weight in own] for own in self._buckets]
         self._before = [flatten(bucket) for bucket in self._weights]
         self._dtype = getattr(torch, Horovod.of(plan).update_dtype(plan))
         self._stepping = False
@@ -150,7 +150,7 @@ class AdasumRuntime(DataRuntime):
 
     def finish_gradients(self) -> None:
         super().finish_gradients()
-        sum_over_context(self._buckets, self._mesh)
+        sum_inside_worker(self._buckets, self._plan, self._mesh)
 
     @torch.no_grad()
     def finish_update(self) -> None:

@@ -30,7 +30,7 @@ from parallelrun.planner.contract.messages import ExplainedRound, Explanation, c
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import BlockSpec
-from parallelrun.planner.pieces.expert_axes import EP, EP_DP, TP
+from parallelrun.planner.pieces.expert_axes import EP, EP_DATA, EP_DP, TP
 
 AXIS, OUTER, INNER = EP, "ep_outer", "ep_inner"
 KEY = "strategy.expert"
@@ -88,7 +88,8 @@ class AllToAllDispatcher(ExpertDispatcher):
         axis, size = INNER if size else AXIS, size or request.ep
         if spanned == 1:
             return (*outer, (axis, size)), both
-        return (*outer, (EP_DP, size // spanned)), ((axis, (EP_DP, TP)), *both)
+        in_data = ((EP_DATA, (OUTER, EP_DP)),) if outer else ()
+        return (*outer, (EP_DP, size // spanned)), ((axis, (EP_DP, TP)), *both, *in_data)
 
     @abstractmethod
     def rows(self, plan: Plan) -> tuple[Rows, ...]:

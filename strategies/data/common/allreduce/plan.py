@@ -12,9 +12,8 @@ from parallelrun.base.wording import one_of
 from parallelrun.planner.contract.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.request import Request
-from parallelrun.planner.pieces.expert_axes import DP
 
-from ..bucket_prediction import final_collectives
+from ..bucket_prediction import final_collectives, inner_sums
 from ..bucketed_plan import BucketedAllReduce
 from ..compression.plan import SummedMessage, requested_compression
 from ..keys import AlgorithmKeys
@@ -66,19 +65,16 @@ class AlgorithmAllReduce(BucketedAllReduce):
     @classmethod
     def of_sums(cls, request: Request) -> Request:
         """The request as the sums over dp see it: without cp, if that is summed first."""
-        return replace(request, cp=1) if cls.is_no_plain_sum(request) and request.dp > 1 else request
-
-    @classmethod
-    def is_no_plain_sum(cls, request: Request) -> bool:
-        """`sums_context_first`, before there is a plan."""
-        return requested_compression(request.config).compresses
+        if request.dp == 1 or not requested_compression(request.config).compresses:
+            return request
+        return replace(request, cp=1, ep=request.ep_replicas * (request.ep // request.ep_data_ranks))
 
     def summing_group(self, axis: str, coordinate: dict[str, int], plan: Plan) -> tuple[int, int]:
         """(size, index) of a rank in the group that sums over `axis`."""
         return plan.mesh.size(axis), coordinate[axis]
 
     def group_axis(self, axis: str, worker: int) -> str:
-        """The name of the group in which `worker` (a dp coordinate) sums over `axis`."""
+        """The name of the group in which `worker` sums over `axis`."""
         return axis
 
     def rounds(self, axis: str, size: int, index: int, numel: int, plan: Plan) -> Rounds:
@@ -92,7 +88,8 @@ class AlgorithmAllReduce(BucketedAllReduce):
         size, index = self.summing_group(message.axis, coordinate, plan)
         if size == 1:
             return []
-        algorithm, axis = self.algorithm.over(message.axis, plan), self.group_axis(message.axis, coordinate["dp"])
+        algorithm = self.algorithm.over(message.axis, plan)
+        axis = self.group_axis(message.axis, coordinate[plan.worker_axis])
         return algorithm.collectives(size, index, message.numel, message.element_bytes, axis)
 
     def sending_classes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
@@ -137,7 +134,7 @@ class AlgorithmAllReduce(BucketedAllReduce):
 
     def explained_group(self, plan: Plan) -> tuple[int, str]:
         """(a rank, the axis) of the group that `explain` describes."""
-        return 0, DP
+        return 0, plan.data_axis
 
     def explain(self, plan: Plan) -> Explanation:
         """Every message of every bucket, or one all-reduce a bucket where the backend chooses them."""
@@ -154,17 +151,23 @@ class AlgorithmAllReduce(BucketedAllReduce):
                     for number, message in enumerate(messages, start=1)
                 ],
             )
+            inside = inner_sums(coordinate["pp"], coordinate, plan)
+            exchanges = [*_exchanges("inside each worker", inside, plan, ranks), *exchanges]
             rows, title = final_collectives(coordinate["pp"], coordinate, plan), "the final gradients"
-        rounds = tuple(ExplainedRound(calls[0].what, calls=calls) for calls in calls_of(rows, plan, ranks))
-        exchanges += [ExplainedExchange(title, rounds)] if rounds else []
+        exchanges += _exchanges(title, rows, plan, ranks)
         num_groups = plan.mesh.num_ranks // len(ranks)
         return Explanation("data", self.kind, *text, ranks, num_groups, axis, tuple(exchanges))
 
     def _explain_sum(self, title: str, message: SummedMessage, rank: int, plan: Plan) -> ExplainedExchange:
         """The messages of one sum in the group of `rank`."""
         algorithm = self.algorithm.over(message.axis, plan)
-        axis = self.group_axis(message.axis, plan.mesh.coordinate(rank)["dp"])
+        axis = self.group_axis(message.axis, plan.mesh.coordinate(rank)[plan.worker_axis])
         return explain_all_reduce(algorithm, ranks_over(plan, axis, rank), message.numel, message.element_bytes, title)
+
+
+def _exchanges(title: str, rows: list[Collective], plan: Plan, ranks: Sequence[int]) -> list[ExplainedExchange]:
+    rounds = tuple(ExplainedRound(calls[0].what, calls=calls) for calls in calls_of(rows, plan, ranks))
+    return [ExplainedExchange(title, rounds)] if rounds else []
 
 
 # numpy is imported on call: most plans need none of this.

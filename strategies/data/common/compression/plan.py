@@ -58,10 +58,6 @@ class Compression:
         if rank is not None and not self.rank:
             message = f"strategy.data.powersgd_rank={rank} is read by compression=powersgd only"
             problems.append(Problem(message, "strategy.data.powersgd_rank", f"{where}=powersgd", kind="unread"))
-        if self.compresses and request.ep > 1:
-            cause = "experts' gradients are summed over fewer ranks than the others, and the reference has one set"
-            message = f"{where}={self.kind} with ep={request.ep}: {cause}"
-            problems.append(Problem(message, where, f"{where}=none or ep=1", kind="not_built"))
         return problems
 
     def dtype(self, plan: Plan) -> str:

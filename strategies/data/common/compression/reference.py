@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from parallelrun.base.layout import Layout
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.parameters import HeldParameter, held_parameters
 from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.pieces.expert_axes import replica_axis
 from parallelrun.training.verify.replay import ReplayRule
 
 from ..bucketed_plan import BucketedAllReduce
@@ -25,21 +27,26 @@ def rule(config: Config, plan: Plan) -> ReplayRule:
     """The rule of a strategy whose gradients are compressed sums, over dp or over a process set."""
     compression = BucketedAllReduce.of(plan).compression
     if isinstance(compression, HalfPrecision):
-        return HalfSumRule()
+        return HalfSumRule(plan)
     return PowerSGDRule(plan, compression) if isinstance(compression, PowerSGD) else ReplayRule()
 
 
 class HalfSumRule(ReplayRule):
-    """Rounds gradients and sums to fp16."""
+    """Rounds gradients and sums to fp16, but for experts without copies."""
+
+    def __init__(self, plan: Plan):
+        self._plan = plan
+        self._layouts = {name: next(iter(parts.values()))[0].layout for name, parts in stored_parts(plan).items()}
 
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
         """Sums of rounded gradients, in the order of the workers."""
         total: Tensors = {}
-        for name in local[0]:
-            summed = local[0][name].half()
-            for replica in local[1:]:
-                summed = summed + replica[name].half()
-            total[name] = summed.to(local[0][name].dtype)
+        for name, layout in self._layouts.items():
+            first, *others = of_senders([replica[name] for replica in local], layout, self._plan)
+            summed = first.half() if has_copies(layout, self._plan) else first
+            for gradient in others:
+                summed = summed + gradient.half()
+            total[name] = summed.to(first.dtype)
         return [{name: value.clone() for name, value in total.items()} for _ in local]
 
 
@@ -53,8 +60,9 @@ class PowerSGDRule(ReplayRule):
             (name, key)
             for name, places in self._parts.items()
             for key, (parameter, shape, _) in places.items()
-            if compression.is_factored(parameter, shape, plan)
+            if compression.is_factored(parameter, shape, plan) and has_copies(parameter.layout, plan)
         }
+        self._plan = plan
         self._errors: dict[tuple[str, str], list[Tensor]] = {}
         self._right: dict[tuple[str, str], Tensor] = {}
 
@@ -62,8 +70,9 @@ class PowerSGDRule(ReplayRule):
         """Sums of the tensors that are not factored, approximations of the others."""
         out = super().gradients(step, local)
         for name, key in sorted(self._factored):
-            place = self._parts[name][key][2]
-            approximation = self._approximate(name, key, [replica[name][place] for replica in local])
+            parameter, _, place = self._parts[name][key]
+            senders = of_senders([replica[name][place] for replica in local], parameter.layout, self._plan)
+            approximation = self._approximate(name, key, senders)
             for replica in out:
                 replica[name][place] = approximation
         return out
@@ -82,13 +91,24 @@ class PowerSGDRule(ReplayRule):
         return (left @ summed.T).reshape(gradients[0].shape)
 
 
+def has_copies(layout: Layout, plan: Plan) -> bool:
+    """Whether a gradient is sent: not that of experts where ep is all of dp."""
+    return plan.mesh.size(replica_axis(layout, plan)) > 1
+
+
+def of_senders(gradients: list[Tensor], layout: Layout, plan: Plan) -> list[Tensor]:
+    """The gradients of those who send one: each worker, or each group of ep, whose experts see the tokens of it all."""
+    span = plan.num_replicas // plan.mesh.size(replica_axis(layout, plan))
+    return [torch.stack(gradients[first : first + span]).sum(0) for first in range(0, len(gradients), span)]
+
+
 def stored_parts(plan: Plan) -> dict[str, dict[str, StoredPart]]:
     """Per trained parameter, by a key of its place: (HeldParameter, local shape, place) of each part that ranks store
     before any data strategy."""
     out: dict[str, dict[str, StoredPart]] = {}
     for rank in range(plan.num_workers):
         coordinate = plan.mesh.coordinate(rank)
-        for parameter in held_parameters(plan, coordinate["pp"]) if coordinate["dp"] == 0 else ():
+        for parameter in held_parameters(plan, coordinate["pp"]):
             if not parameter.shared and not parameter.spec.frozen:
                 ranges = parameter.layout.ranges(parameter.spec.shape, plan.mesh.sizes, coordinate)
                 shape = tuple(stop - start for start, stop in ranges)

@@ -109,16 +109,22 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (PS | data("ps") | {"world": 6}, ("dp 3 x tp 1 = 3 ranks, but world 6, 1 server", "-> world=4 or servers=3")),
     (PS | data("ps") | {"servers": 0}, ("servers=0 is not a whole number of at least 1",)),
     # experts
-    (EXPERTS | data("local_sgd"), ("undefined: ", "not in step", "ep=1", "strategy.data.kind=ddp")),
     (EXPERTS | data("ps", consistency="async"), ("undefined: ", "not in step")),
     (EXPERTS | data("ps", staleness=2), ("undefined: ", "not in step")),
     (EXPERTS | data("ps", backup_workers=1), ("undefined: ", "not in step")),
     (EXPERTS | data("ps"), ("not_built: ", "-> strategy.data.kind=ddp or ep=1")),
-    (EXPERTS | data("horovod", reduction="adasum"), ("undefined: ", "-> strategy.data.reduction=average or ep=1")),
-    (EXPERTS | data("horovod", process_sets=[[0, 1], [2, 3]]), ("-> strategy.data.process_sets=[] or ep=1",)),
-    (EXPERTS | data("horovod", worker_batches=[3, 3, 3, 2]), ("-> strategy.data.worker_batches=[] or ep=1",)),
-    (EXPERTS | data("ring", compression="fp16"), ("not_built: ", "strategy.data.compression=none or ep=1")),
-    (EXPERTS | data("horovod", compression="powersgd"), ("not_built: ", "strategy.data.compression=none or ep=1")),
+    (
+        EXPERTS | {"dp": 6} | data("horovod", reduction="adasum"),
+        ("arithmetic: ", "in pairs: 3 is no power of two -> dp=4"),
+    ),
+    (
+        EXPERTS | data("horovod", process_sets=[[0, 2], [3]]),
+        ("undefined: ep=2: workers 0 to 1 hold the experts of", "-> strategy.data.process_sets=[[0,1,2,3]] or ep=1"),
+    ),
+    (
+        EXPERTS | data("horovod", worker_batches=[3, 3, 3, 2]),
+        ("undefined: ep=2: workers 2 to 3", "-> strategy.data.worker_batches=[3,3,3,3] or ep=1"),
+    ),
     (
         EXPERTS | {"ep": 4} | data("fsdp", shard=2),
         ("ep=4 does not divide strategy.data.shard=2", "strategy.data.shard=4"),
