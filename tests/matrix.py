@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
-from typing import TypeVar
+from typing import Any, TypeVar
 
 FULL = os.environ.get("PARALLELRUN_FULL_MATRIX") == "1"  # set by `tests/conftest.py`; helper processes inherit it
 Cell = TypeVar("Cell")
+
+# Of cells whose subject keeps something from one step for the next (`tests.parity`).
+TWO_STEPS: dict[str, Any] = {} if FULL else {"verify.steps": 2}
 
 
 def examples(count: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from parallelrun.base.errors import ConfigError
-from tests.matrix import FULL
+from tests.matrix import FULL, TWO_STEPS
 from tests.parity import assert_equal, parity
 from tests.plans import llama, tiny_plan
 
@@ -26,12 +26,18 @@ GSHARD = {"model.router.kind": "gshard", "model.router.second_expert": "random",
 CHOICE = {"model.router.kind": "expert_choice"}
 CELLS: dict[str, dict[str, Any]] = {
     "ring of four, striped, llama": {"cp": 4, ORDER: "striped", **llama()},
-    "ring, contiguous, dropout, recomputed": {"cp": 2, ORDER: "contiguous", **DROPOUT, "recompute": "full"},
+    "ring, contiguous, dropout, recomputed": {
+        **TWO_STEPS,
+        "cp": 2,
+        ORDER: "contiguous",
+        **DROPOUT,
+        "recompute": "full",
+    },
     "ring, heads of two turned features": {"cp": 2, "model.position": "rope", "model.hidden": 16, "model.heads": 8},
-    "allgather, dp, llama": {"cp": 2, "dp": 2, **ALLGATHER, **llama()},
+    "allgather, dp, llama": {**TWO_STEPS, "cp": 2, "dp": 2, **ALLGATHER, **llama()},
     "allgather of three, contiguous": {"cp": 3, **ALLGATHER, ORDER: "contiguous", "model.seq": 12},
-    "ulysses of four, kv heads copied": {"cp": 4, **ULYSSES, **llama(model__kv_heads=1), **DROPOUT},
-    "usp, zigzag, dropout": {"cp": 4, "strategy.context.ulysses": 2, **USP, **llama(), **DROPOUT},
+    "ulysses of four, kv heads copied": {**TWO_STEPS, "cp": 4, **ULYSSES, **llama(model__kv_heads=1), **DROPOUT},
+    "usp, zigzag, dropout": {**TWO_STEPS, "cp": 4, "strategy.context.ulysses": 2, **USP, **llama(), **DROPOUT},
     "tp, sequence parallel, dropout": {"cp": 2, "tp": 2, **SEQUENCE, **DROPOUT},
     "1f1b": {"cp": 2, "pp": 2, "microbatches": 4, **llama()},
     "zero bubble, recomputed": {"cp": 2, "pp": 2, "strategy.pipeline.kind": "zero_bubble", "recompute": "full"},

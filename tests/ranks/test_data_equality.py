@@ -13,7 +13,7 @@ from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.common.reducer import FlatBucket
 from parallelrun.training.loop.build import Training
 from parallelrun.training.verify.measure import BOUNDS
-from tests.matrix import FULL
+from tests.matrix import FULL, TWO_STEPS
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_config
 from tests.pool import run_ranks
@@ -86,7 +86,7 @@ def on_ranks(overrides: dict[str, Any], function: Any = run, *args: Any) -> list
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if FULL or cell not in FULL_MATRIX])
 def test_training_equals_one_device_and_sends_what_the_plan_says(cell):
-    document = parity({**UNEVEN, **CELLS[cell]})
+    document = parity({**TWO_STEPS, **UNEVEN, **CELLS[cell]})
     assert_equal(document)
     assert max(document["max_error"].values()) <= BOUNDS["fp64"]  # of another optimizer the verdict only reports
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun.config.presets import values
-from tests.matrix import FULL
+from tests.matrix import FULL, TWO_STEPS
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks
 from tests.ranks import horovod_body
@@ -69,7 +69,7 @@ def test_a_way_equals_one_device_and_sends_what_the_plan_says(cell: str) -> None
 def test_a_selection_bias_follows_the_load_however_it_is_split(strategy: dict[str, Any]) -> None:
     router = {f"model.router.{key}": value for key, value in values("strategy", "aux_free")["router"].items()}
     assert router["model.router.bias_rate"] > 0
-    assert_equal(parity({**MOE, **HALF, **router, **strategy}))
+    assert_equal(parity({**TWO_STEPS, **MOE, **HALF, **router, **strategy}))
 
 
 def test_a_router_beside_rounded_weights_is_gathered_as_the_plan_says() -> None:

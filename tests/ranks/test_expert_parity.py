@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.matrix import FULL as FULL_RUN
+from tests.matrix import TWO_STEPS
 from tests.parity import assert_equal, parity
 
 EXPERTS = {"model.experts": 8, "model.expert_period": 2, "model.router.capacity_factor": 1.25}
@@ -34,7 +35,7 @@ CELLS = {
     "capacity, experts on two replicas": {"dp": 4, "ep": 2, **CAPACITY, **CHUNKS, **SHARED},
     "dropless, experts on two replicas": {"dp": 4, "ep": 2, **DROPLESS},
     "capacity, two levels": {**TWO_LEVELS, **CAPACITY, **CHUNKS},
-    "dropless, two levels, recomputed": {**TWO_LEVELS, **DROPLESS, **CHUNKS, **FULL},
+    "dropless, two levels, recomputed": {**TWO_STEPS, **TWO_LEVELS, **DROPLESS, **CHUNKS, **FULL},
     "capacity, tp": {**EP2, "tp": 2, **CAPACITY},
     "dropless, tp, sequence": {**EP2, "tp": 2, **DROPLESS, "strategy.tensor.sequence_parallel": True},
     "capacity, 1f1b": {**EP2, **pipeline("1f1b"), **CAPACITY},
@@ -47,10 +48,10 @@ CELLS = {
     "dropless, selective, blocking": {**EP2, **DROPLESS, **SELECTIVE, **SHARED, "strategy.expert.overlap": False},
     "capacity, gshard": {**EP2, **CAPACITY, **router("gshard", second_expert="random", group_samples=2)},
     "dropless, gshard": {**EP2, **DROPLESS, **router("gshard", second_expert="random", drop_policy="probability")},
-    "capacity, switch": {**EP2, **CAPACITY, **router("switch", top_k=1, jitter=0.01, z_coefficient=0.001)},
+    "capacity, switch": {**TWO_STEPS, **EP2, **CAPACITY, **router("switch", top_k=1, jitter=0.01, z_coefficient=0.001)},
     "capacity, expert choice": {**EP2, **CAPACITY, **router("expert_choice")},
     "dropless, expert choice": {**EP2, **DROPLESS, **router("expert_choice")},
-    "dropless, bias": {**EP2, **DROPLESS, **router("top_k", score="sigmoid", bias_rate=0.01, top_k=3)},
+    "dropless, bias": {**TWO_STEPS, **EP2, **DROPLESS, **router("top_k", score="sigmoid", bias_rate=0.01, top_k=3)},
 }
 # What the full matrix adds: the same with the other dispatcher, or schedule.
 FULL_MATRIX = (

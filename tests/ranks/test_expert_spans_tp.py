@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.matrix import TWO_STEPS
 from tests.parity import assert_equal, parity
 
 EXPERTS: dict[str, Any] = {
@@ -46,14 +47,20 @@ CELLS: dict[str, dict[str, Any]] = {
     "dropless, selective": {**ONE, "recompute": "selective", "model.activation": "swiglu"},
     "zero1": {**COPIES, KIND: "zero1"},
     "zero1, no copies of experts": {**ALL, **SEQUENCE, KIND: "zero1", "microbatches": 2},
-    "zero2": {**COPIES, KIND: "zero2", "microbatches": 2},
+    "zero2": {**TWO_STEPS, **COPIES, KIND: "zero2", "microbatches": 2},
     "fsdp": {**COPIES, KIND: "fsdp", **SEQUENCE},
     "fsdp, no copies of experts": {**ALL, KIND: "fsdp", "recompute": "full"},
     "hsdp": {"dp": 4, "tp": 2, "ep": 4, KIND: "fsdp", "strategy.data.shard": 2},
     "ring": {**COPIES, KIND: "ring", "strategy.data.algorithm": "hierarchical", "strategy.data.group_size": 2},
     "gshard": {**ONE, "model.router.kind": "gshard", "model.router.second_expert": "random", "model.router.top_k": 2},
     "expert choice": {**ONE, "model.router.kind": "expert_choice", **SEQUENCE},
-    "bias": {**COPIES, "model.router.score": "sigmoid", "model.router.bias_rate": 0.01, "model.router.top_k": 3},
+    "bias": {
+        **TWO_STEPS,
+        **COPIES,
+        "model.router.score": "sigmoid",
+        "model.router.bias_rate": 0.01,
+        "model.router.top_k": 3,
+    },
 }
 
 

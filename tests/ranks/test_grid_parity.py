@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.matrix import FULL
+from tests.matrix import FULL, TWO_STEPS
 from tests.parity import assert_equal, parity
 from tests.plans import llama
 from tests.ranks.test_model_parity import NET, PLACED, Frozen
@@ -52,10 +52,10 @@ CELLS: dict[str, dict[str, Any]] = {
     },
     "2d summa, untied": {**SQUARE, **form("summa"), "model.tied_embeddings": False},
     "2d bert": {**SQUARE, "model.name": "bert", "dropout": 0.1},
-    "2x3 on 6, uneven and not square": {**OBLONG, **DROPS},
+    "2x3 on 6, uneven and not square": {**TWO_STEPS, **OBLONG, **DROPS},
     "3x3 on 9": {**NINE, **ONE_LAYER},
-    "2.5d dropout": {**DEEP, **DROPS, "recompute": "full"},
-    "3d dropout": {**CUBE, **DROPS},
+    "2.5d dropout": {**TWO_STEPS, **DEEP, **DROPS, "recompute": "full"},
+    "3d dropout": {**TWO_STEPS, **CUBE, **DROPS},
     "3d llama lean": {**CUBE, **llama(), **LEAN, **ONE_LAYER, "recompute": "full"},
     "2d mlp on features": {**SQUARE, "model.name": "mlp"},
     "2d stationary_w, user's module, one dropout inside and one behind": {
@@ -63,7 +63,7 @@ CELLS: dict[str, dict[str, Any]] = {
         "model.arguments": Frozen({"dropout": 0.2}),
     },
     "2d dp zero1": {**SQUARE, **data("zero1"), **ONE_LAYER},
-    "2d dp fsdp": {**SQUARE, **data("fsdp"), **ONE_LAYER},
+    "2d dp fsdp": {**TWO_STEPS, **SQUARE, **data("fsdp"), **ONE_LAYER},
     "2d pp zero_bubble": {**SQUARE, **schedule("zero_bubble")},
 }  # fmt: skip
 FULL_CELLS: dict[str, dict[str, Any]] = {

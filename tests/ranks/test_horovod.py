@@ -12,7 +12,7 @@ from parallelrun.strategies.data.horovod import adasum
 from parallelrun.training.loop import step as step_module
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.data_runtime import DataRuntime
-from tests.matrix import FULL
+from tests.matrix import FULL, TWO_STEPS
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks
 from tests.ranks import horovod_body as body
@@ -28,7 +28,7 @@ EXPERTS = {"model.layers": 2, "model.experts": 4, "model.expert_period": 2}
 SETS_OF_THREE = data(process_sets=((0, 2, 4), (5, 1)), algorithm="ring")
 CELLS: dict[str, dict[str, Any]] = {
     "dp 3, uneven sums by ring": {"dp": 3, "global_batch": 12, **data(algorithm="ring")},
-    "backward passes per step": {"dp": 2, "microbatches": 4, **HOROVOD},
+    "backward passes per step": {**TWO_STEPS, "dp": 2, "microbatches": 4, **HOROVOD},
     "every tensor alone": {"dp": 2, **data(bucket_mb=0.0)},
     "in a tensor and pipeline plan": {"dp": 2, "tp": 2, "pp": 2, **HOROVOD},
     "zero bubble": {"dp": 2, "pp": 2, "strategy.pipeline.kind": "zero_bubble", **HOROVOD},

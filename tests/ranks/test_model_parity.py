@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.matrix import FULL
+from tests.matrix import FULL, TWO_STEPS
 from tests.parity import assert_equal, parity
 from tests.plans import llama
 
@@ -45,7 +45,7 @@ SLICED = {**PLACED, "model.source": f"{NET}:build_sliceable", **SEQUENCE_PARALLE
 CELLS: dict[str, dict[str, Any]] = {
     "dropout, tp": {"tp": 2, **DROPOUT},
     "dropout, tp, sequence parallel": {"tp": 2, **DROPOUT, **SEQUENCE_PARALLEL},
-    "dropout, dp and pp, recompute full": {"dp": 2, "pp": 2, **DROPOUT, "recompute": "full"},
+    "dropout, dp and pp, recompute full": {**TWO_STEPS, "dp": 2, "pp": 2, **DROPOUT, "recompute": "full"},
     "recompute full, fsdp and tp": {"dp": 2, "tp": 2, **LLAMA, **FSDP, "recompute": "full", **SEQUENCE_PARALLEL},
     "recompute selective, fsdp": {"dp": 2, **FSDP, "recompute": "selective", **DROPOUT},
     "recompute selective, zero bubble": {"pp": 2, "strategy.pipeline.kind": "zero_bubble", "recompute": "selective"},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.matrix import FULL, covering, pairs
+from tests.matrix import FULL, TWO_STEPS, covering, pairs
 from tests.parity import assert_equal, parity
 
 DATA = {
@@ -67,7 +67,7 @@ def overrides_of(dp: int, tp: int, pp: int, data: str, schedule: str) -> dict[st
     Pipelines have one layer a stage and, by `parity`, two microbatches a rank: enough for every phase of a schedule.
     """
     stages = 2 * pp if schedule in ("interleaved", "zbv") or pp == 1 else pp
-    overrides: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "model.layers": stages, **DATA[data]}
+    overrides: dict[str, Any] = {**TWO_STEPS, "dp": dp, "tp": tp, "pp": pp, "model.layers": stages, **DATA[data]}
     if pp > 1:
         overrides["strategy.pipeline.kind"] = schedule
     else:

@@ -16,10 +16,13 @@ import torch.distributed as dist
 
 from parallelrun.distributed import torch_private
 from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.training.loop import step
 from parallelrun.training.metrics import first_steps
+from parallelrun.training.verify.checked import checked_config
 from tests.cli.launcher import survivors
 from tests.parity import _cell, _reference, _settings
+from tests.plans import tiny_config
 from tests.pool import RanksFailed, run_ranks
 from tests.servants import ROOT
 
@@ -61,7 +64,15 @@ def fast_and_slow() -> int:
 
 def proves_a_plan() -> int:
     """What most calls do: build a training, count and observe its steps."""
-    _cell({"dp": 2, "verify.steps": 2}, str(_reference(str(_settings({"verify.steps": 2})))), None, None, "")
+    overrides = {"dp": 2, "verify.steps": 1}
+    _cell(
+        overrides,
+        resolve(checked_config(tiny_config(overrides))),
+        str(_reference(str(_settings(overrides)))),
+        None,
+        None,
+        "",
+    )
     return os.getpid()
 
 

@@ -10,7 +10,7 @@ import torch
 
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
-from tests.matrix import FULL
+from tests.matrix import FULL, TWO_STEPS
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks
 from tests.ranks.data_body import run, start
@@ -21,10 +21,17 @@ HIERARCHICAL = {**RING, "strategy.data.algorithm": "hierarchical", "strategy.dat
 SMALL_BUCKETS = {"strategy.data.bucket_mb": 0.01}
 CELLS: dict[str, dict[str, Any]] = {
     "two": {"dp": 2, **RING},
-    "three, uneven, many buckets": {"dp": 3, "global_batch": 12, "model.vocab": 37, **RING, **SMALL_BUCKETS},
+    "three, uneven, many buckets": {
+        **TWO_STEPS,
+        "dp": 3,
+        "global_batch": 12,
+        "model.vocab": 37,
+        **RING,
+        **SMALL_BUCKETS,
+    },
     "tp": {"dp": 2, "tp": 2, "strategy.tensor.sequence_parallel": True, **RING},
     "pp, tied": {"dp": 2, "pp": 2, "microbatches": 2, **RING},
-    "zero bubble": {"dp": 2, "pp": 2, "strategy.pipeline.kind": "zero_bubble", **RING},
+    "zero bubble": {**TWO_STEPS, "dp": 2, "pp": 2, "strategy.pipeline.kind": "zero_bubble", **RING},
     "tp and pp": {"dp": 2, "tp": 2, "pp": 2, **RING},
     "2d": {"dp": 2, "tp": 4, "strategy.tensor.kind": "2d", **RING},
     "halving-doubling of three": {"dp": 3, "global_batch": 12, **HALVING_DOUBLING},

@@ -16,17 +16,13 @@ MODULE: dict[str, Any] = {
     "model.before": ("embed", "positions", "drop"), "model.blocks": ("layers.*",), **TEXT,
 }  # fmt: skip
 CELLS: dict[str, dict[str, Any]] = {
-    "gpipe": {"schedule": "gpipe"},
-    "1f1b, ddp": {"schedule": "1f1b", "dp": 2, "strategy.data.kind": "ddp"},
-    "1f1b, fsdp": {"schedule": "1f1b", "dp": 2, "strategy.data.kind": "fsdp"},
-    "interleaved, zero1": {"schedule": "interleaved", "virtual_stages": 2, "dp": 2, "strategy.data.kind": "zero1"},
+    "gpipe, between blocks": {"schedule": "gpipe", "model.arguments": Arguments(twist="between blocks")},
+    "1f1b, ddp, recompute": {"schedule": "1f1b", "dp": 2, "strategy.data.kind": "ddp", "recompute": "full"},
     "interleaved, fsdp": {"schedule": "interleaved", "virtual_stages": 2, "dp": 2, "strategy.data.kind": "fsdp"},
     "zero bubble": {"schedule": "zero_bubble"},
-    "zbv": {"schedule": "zbv"},
+    "zbv, zero1": {"schedule": "zbv", "dp": 2, "strategy.data.kind": "zero1"},
     "three stages, tied": {"pp": 3, "model.arguments": Arguments(tied=True)},
-    "recompute": {"recompute": "full", "schedule": "1f1b"},
     "zero bubble, recompute": {"recompute": "full", "schedule": "zero_bubble"},
-    "between blocks": {"model.arguments": Arguments(twist="between blocks")},
 }
 
 
