@@ -11,14 +11,17 @@ import copy
 import io
 import pickle
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.config_store import ConfigStore
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, open_dict
 
 from parallelrun.config import presets
@@ -50,8 +53,9 @@ def keep(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_merged() -> None:
-    """From now on, this process and its copies parse equal words once, and choose and merge equal lists of files once.
-    Typed values come after it."""
+    """From now on, this process and its copies read built-in files once, parse equal words once, and choose and merge
+    equal lists of files once. Typed values come after it."""
+    _read_once()
     _parse_once()
     _choose_once()
     merge = ConfigLoaderImpl._compose_config_from_defaults_list
@@ -78,8 +82,34 @@ def compose_as_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 def _replace(owner: Any, name: str, function: Any) -> None:
-    _replaced.append((owner, name, getattr(owner, name)))
+    _replaced.append((owner, name, getattr(owner, name, None)))
     setattr(owner, name, function)
+
+
+def _read_once() -> None:
+    """The files of Hydra and of ours, and the schema."""
+    read, files = ImportlibResourcesConfigSource.load_config, dict[Hashable, tuple[ConfigResult, _Pickled]]()
+    nodes: dict[str, tuple[ConfigNode, _Pickled]] = {}
+
+    def load_file(self: ImportlibResourcesConfigSource, config_path: str) -> ConfigResult:
+        if self.full_path() not in _PLACES:
+            return read(self, config_path)
+        key = self.full_path(), self.provider, config_path
+        if key not in files:
+            result = read(self, config_path)
+            files[key] = replace(result, config=None), _pickled(result.config)
+        result, pickled = files[key]
+        return replace(result, config=_copy(*pickled), header={**result.header})
+
+    def load_node(self: ConfigStore, config_path: str) -> ConfigNode:
+        stored = self._load(config_path)
+        if config_path not in nodes or nodes[config_path][0] is not stored:
+            nodes[config_path] = stored, _pickled(stored.node)
+        return replace(stored, node=_copy(*nodes[config_path][1]))
+
+    _replace(ImportlibResourcesConfigSource, "load_config", load_file)
+    _replace(ConfigStore, "load", load_node)
+    _replace(ConfigStore, "__deepcopy__", lambda store, memo: store)  # each composition copies it, and changes no copy
 
 
 def _parse_once() -> None:

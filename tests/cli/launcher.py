@@ -20,6 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -231,11 +232,26 @@ def main(connection: socket.socket) -> None:
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     processes.preload(Job(tiny_config(), tiny_plan({"pp": 2}), Path(), "tests.cli.workers:train"))
+    _warm_up()
     helper = os.getpid()
     for line in connection.makefile():
         if os.fork() == 0:
             ranks.leave_with_parent(helper)  # whatever a failing test leaves behind ends with the session
             _keep(json.loads(line))
+
+
+def _warm_up() -> None:
+    """Do once what every launcher would do again, and nobody here changes: import, compose, hash the program's code."""
+    import matplotlib.backends.backend_svg
+    import matplotlib.figure  # noqa: F401  (of a sweep's picture)
+
+    from parallelrun.launch.host import directory
+
+    with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
+        for words in (["plan", "strategy=ddp", "dp=2"], ["plan", "-m", "strategy=ddp", "dp=1,2"]):
+            program(words)
+    fingerprint = directory.code_fingerprint()
+    directory.code_fingerprint = lambda: fingerprint
 
 
 def _keep(request: dict[str, Any]) -> None:
