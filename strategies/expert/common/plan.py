@@ -9,9 +9,9 @@ on two levels) brings rows from source to destination. Rows cross it four times,
 Full recomputation sends both forward messages again: the weighted sum over what comes back is the last operation and
 needs it for the gradients of the weights. Chunks make more calls of the same bytes. Evaluation is not counted.
 
-Where ep spans tp, the ranks of tp with the same tokens divide them. The scores of routing groups are gathered over these
-ranks in forward. Unless the tensor strategy gives slices of sequences, results of all tokens are gathered in forward,
-and their gradients in backward.
+Where ep spans tp, the ranks of tp with the same tokens divide them. The scores of routing groups are gathered over
+these ranks in forward. Unless the tensor strategy gives slices of sequences, results of all tokens are gathered in
+forward, and their gradients in backward.
 """
 
 from __future__ import annotations
@@ -136,10 +136,12 @@ class AllToAllDispatcher(ExpertDispatcher):
 
     def exchange_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """The rows as they arrived, the experts' results, these in the order of the ranks to which they go, and the
-        results that come back; where a slice of the tokens was taken, what it was taken of."""
+        results that come back; where a slice of the tokens was taken, what it was taken of; of a grid, whose norms keep
+        their results, the norm's input and what its weights gave."""
         has_experts = any(layer.layer_role == "expert" for layer in block.layers)
         back, *_, arrived = (rows.even for rows in self.rows(plan))
         whole = plan.num_rows * (self.spans_tp and not plan.tensor.slices_tokens)
+        whole += 0 if plan.tensor.is_one_dimensional else 2 * plan.num_rows // plan.mesh.size(TP)
         return (3 * arrived + back + whole) * plan.spec.hidden * BYTES[plan.precision.compute] * has_experts
 
     def explain(self, plan: Plan) -> Explanation:

@@ -35,12 +35,18 @@ def input_bytes(block: BlockSpec, plan: Plan) -> int:
     own = rows.num_own(plan) * plan.spec.hidden * accurate
     if rows.router_of(plan).jitter > 0.0:
         return 2 * own
-    if compute != accurate or plan.tensor.sequence_parallel != plan.ep_spans_tp:
+    if compute != accurate or plan.tensor.sequence_parallel != plan.ep_spans_tp or moved_bytes(plan):
         return own
     roles = [layer.layer_role for layer in block.layers]
     counted = "column_parallel" in roles[roles.index("router") :]  # a shared expert reads it too, or a gathered copy
     counted &= overlaps(plan) or not plan.tensor.sequence_parallel
     return 0 if counted or recomputed(block, plan) else own
+
+
+def moved_bytes(plan: Plan) -> int:
+    """Return the bytes of a rank's complete rows where a grid gathers or exchanges features for them; else 0."""
+    moves = plan.token_ranks > 1 and not plan.tensor.is_one_dimensional
+    return moves * rows.num_own(plan) * plan.spec.hidden * BYTES[plan.precision.compute]
 
 
 def routing_bytes(plan: Plan) -> int:

@@ -4,22 +4,24 @@ Features are gathered over the axis that splits them, so that its ranks have the
 without a grid: they split the inside of every expert, and their partial results are scattered along features. The other
 axes keep their samples: each rank routes its own, and the gradients of experts and router are summed over these axes.
 
-Where ep spans tp, experts are complete, and an all-to-all makes slices of sequences out of slices of features, and back.
+Where ep spans tp, experts are complete, and an all-to-all makes slices of sequences of slices of features, and back.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
 from parallelrun.models.moe.spec import inside_dim
 from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.tensor_strategy import LayerBackward
 from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec, ParameterSpec
 from parallelrun.planner.model.product import ActivationLayout, Product
 from parallelrun.planner.model.product.forms import gathered_features, scattered_features
 
+from ..common import expert_memory
 from ..common.activation_memory import as_computed
 from ..common.product_strategy import ProductStrategy
 from ..common.traffic import AXIS, OTHER, overlaps
@@ -30,7 +32,7 @@ MOVES = {"expert_input": gathered_features, "expert_output": scattered_features}
 
 @dataclass(frozen=True)
 class CompleteRows(ProductStrategy):
-    """The part of a grid strategy that brings complete rows to layers, and their results back into the grid's layout."""
+    """Brings complete rows to layers, and their results back into the grid's layout."""
 
     def tensor_sizes(self, plan: Plan) -> dict[str, int]:
         """Return the degree of every tensor axis, in mesh order."""
@@ -53,8 +55,7 @@ class CompleteRows(ProductStrategy):
         return self.save_gathered or layer.layer_role in MOVES
 
     def recomputes_last_call(self, block: BlockSpec, forward: list[Collective], plan: Plan) -> bool:
-        """Recomputation stops at the last tensor that backward needs. All but a last scatter in a node of its own is before
-        it, unless more is read after that."""
+        """All but a last scatter in a node of its own, which is behind the last tensor that backward needs."""
         last = next(x for x in reversed(as_computed(block.layers)) if x.layer_role != "dropout" or plan.dropout > 0)
         if last.layer_role in MOVES:
             return False
@@ -76,6 +77,16 @@ class CompleteRows(ProductStrategy):
             return Layout.replicated(num_dims)
         split = inside_dim(parameter)
         return Layout(tuple(boundary.features if dim == split else () for dim in range(num_dims)), boundary.rows)
+
+    def _layer_backward(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
+        """The gradient of complete rows is no slice of the one that waits, and arrives in a buffer besides."""
+        *passes, last = super()._layer_backward(layer, block, plan)
+        rows = expert_memory.moved_bytes(plan)
+        if layer.layer_role == "expert":
+            last = replace(last, arriving=last.arriving + rows)
+        elif layer.layer_role in MOVES:
+            last = replace(last, giving=last.giving + rows, scratch=last.scratch + rows)
+        return (*passes, last)
 
     def _of_layer(self, layer: LayerSpec, plan: Plan) -> tuple[list[Collective], list[Collective]]:
         if layer.layer_role not in MOVES or not plan.ep_spans_tp or plan.token_ranks == 1:

@@ -14,10 +14,10 @@ from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
 from parallelrun.base.wording import divisors
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.planner.contract.plan import Collective, Plan, once
+from parallelrun.planner.contract.plan import Plan, once
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.contract.tensor_strategy import LayoutChoice, MeshDims
-from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec, Pair, ParameterSpec
+from parallelrun.planner.model.model_spec import LayerSpec, Pair, ParameterSpec
 from parallelrun.planner.model.product import ActivationLayout, Move, Product
 from parallelrun.planner.model.product import forms as products
 
