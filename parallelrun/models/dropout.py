@@ -36,13 +36,15 @@ def current_sample_ids() -> Tensor | None:
     return getattr(_scope, "sample_ids", None)
 
 
-def sample_ids_at(site: str, count: int) -> Tensor:
-    """The sample ids of the innermost open `scope`, `count` of them. Raises ValueError naming the site."""
+def sample_ids_at(site: str, count: int, part: tuple[int, int] = (0, 1)) -> Tensor:
+    """The `count` sample ids that are part (index, number of equal parts) of those of the innermost open `scope`.
+    Raises ValueError naming the site."""
     ids = current_sample_ids()
     if ids is None:
         raise ValueError(f"{site} needs sample ids: call the network with sample_ids=...")
-    assert ids.numel() == count, f"{ids.numel()} ids, {count} samples at {site}"
-    return ids
+    index, num_parts = part
+    assert ids.numel() == count * num_parts, f"{ids.numel()} ids, {count} samples x {num_parts} at {site}"
+    return ids[index * count : (index + 1) * count]
 
 
 def site_key(seed: int, site: str) -> int:

@@ -38,9 +38,7 @@ class _HashMasked(RoleLayer):
         return self.rate > 0.0 and self.training
 
     def sample_ids(self, num_samples: int) -> Tensor:
-        index, count = self.sample_part
-        ids = masks.sample_ids_at(f"dropout at {self.site}", num_samples * count)
-        return ids[index * num_samples : (index + 1) * num_samples]
+        return masks.sample_ids_at(f"dropout at {self.site}", num_samples, self.sample_part)
 
 
 class HashDropout(_HashMasked):

@@ -253,7 +253,8 @@ def _of_routers(block: BlockSpec, plan: Plan) -> list[Collective]:
     """The gathered scores of the routing groups of one microbatch, in forward only."""
     routers = sum(layer.layer_role == "router" for layer in block.layers)
     calls = routers * (1 + (plan.recompute == "full" and block.is_recomputed))
-    scores = plan.batch.micro_batch * plan.spec.seq * plan.spec.experts * BYTES[plan.precision.accurate]
+    samples, accurate = plan.batch.micro_batch // plan.sample_parts, BYTES[plan.precision.accurate]
+    scores = samples * plan.spec.seq * plan.spec.experts * accurate
     return [Collective(AXIS, "all_gather", ROUTED, calls, calls * scores)] if calls else []
 
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group
 from parallelrun.models import documents, dropout
 from parallelrun.models.autograd import apply
 from parallelrun.models.documents import DocumentBounds
+from parallelrun.models.exchange import exchange
 from parallelrun.models.functions import attend
 from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.planner.contract.context_order import Spans
@@ -27,6 +26,8 @@ from .blocks import DroppedPart
 from .blockwise_plan import EXCHANGED
 from .product import AttentionCall, BlockwiseAttention
 from .transports import Transport
+
+HEADS, TOKENS = 1, 2  # dims of queries, keys and values
 
 
 @dataclass(frozen=True)
@@ -81,27 +82,6 @@ class ContextAttention:
         return torch.cat(parts)
 
 
-class _Exchange(torch.autograd.Function):
-    """(batch, heads, tokens, head_dim) -> (batch, heads / size, size x tokens, head_dim), or back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, to_sequence: bool) -> Tensor:
-        ctx.group, ctx.to_sequence = group, to_sequence
-        return _exchanged(x, group, to_sequence)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _exchanged(grads[0], ctx.group, not ctx.to_sequence), None, None
-
-
-def _exchanged(x: Tensor, group: Group, to_sequence: bool) -> Tensor:
-    split, joined = (1, 2) if to_sequence else (2, 1)
-    parts = x.unflatten(split, (group.size, -1)).movedim(split, 0).contiguous()
-    arrived = torch.empty_like(parts)
-    comm.all_to_all(arrived, parts, group, EXCHANGED)
-    return arrived.movedim(0, joined).flatten(joined, joined + 1)
-
-
 def to_sequence(query: Tensor, key: Tensor, value: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """Own tokens of all heads -> all of the group's tokens of this rank's heads, in one all-to-all.
 
@@ -113,11 +93,11 @@ def to_sequence(query: Tensor, key: Tensor, value: Tensor, group: Group) -> tupl
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
     parts = [tensor.unflatten(1, (size, -1)) for tensor in (query, key, value)]
     counts = [tensor.size(2) for tensor in parts]
-    both = apply(_Exchange, torch.cat(parts, 2).flatten(1, 2), group, True)
+    both = exchange(torch.cat(parts, 2).flatten(1, 2), group, EXCHANGED, HEADS, TOKENS)
     query, key, value = both.split(counts, 1)
     return query, key, value
 
 
 def to_heads(out: Tensor, group: Group) -> Tensor:
     """The group's tokens of this rank's heads -> own tokens of all heads."""
-    return apply(_Exchange, out, group, False)
+    return exchange(out, group, EXCHANGED, TOKENS, HEADS)

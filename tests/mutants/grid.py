@@ -47,6 +47,70 @@ def positions_not_summed() -> None:
     _partial_without("row", role="position_embedding")
 
 
+def rows_of_experts_not_summed() -> None:
+    """An expert's gradient is that of the samples of one row of the grid."""
+    _partial_without("row", role="expert")
+
+
+def columns_of_routers_not_summed() -> None:
+    """A router's gradient is that of one column's parts of the experts, or of its slices of sequences."""
+    _partial_without("col", role="router")
+
+
+def routers_of_the_first_samples() -> None:
+    """Every row of the grid draws the jitter of the first row's samples."""
+    from parallelrun.models.moe.router import Router
+
+    right = Router._sample_ids
+
+    def wrong(self: Router, batch: int) -> torch.Tensor:
+        self.sample_part = (0, self.sample_part[1])
+        return right(self, batch)
+
+    Router._sample_ids = wrong
+
+
+def auxiliary_loss_divided_by_all_of_tp() -> None:
+    """Each row of the grid counts the auxiliary loss of its samples as if all rows computed the same."""
+    Plan.expert_tp = property(lambda self: self.mesh.size("tp"))
+
+
+def load_of_the_first_row() -> None:
+    """Selection biases follow the load of the samples of one row of the grid."""
+    from parallelrun.training.loop import router_step
+
+    right = router_step.RoutingUpdater.__init__
+
+    def wrong(self: router_step.RoutingUpdater, *arguments: Any) -> None:
+        right(self, *arguments)
+        self._counts = self._mesh.coordinate["tp"] == 0
+
+    router_step.RoutingUpdater.__init__ = wrong
+
+
+def experts_not_summed_over_columns() -> None:
+    """Every column of the grid takes its features of what its own parts of experts give."""
+    from parallelrun.strategies.tensor.grid import layers
+
+    def wrong(self: layers.GridExpertOutput, x: torch.Tensor, num_samples: int) -> torch.Tensor:
+        group = self.mesh.group("col")
+        return x.view(num_samples, -1, x.size(1)).chunk(group.size, -1)[group.index]
+
+    layers.GridExpertOutput.forward = wrong
+
+
+def slices_exchanged_once() -> None:
+    """What comes back from experts is sent, and its gradient is not."""
+    from parallelrun.models import exchange
+
+    def wrong(ctx: Any, *grads: torch.Tensor) -> Any:
+        group, _, split, joined = ctx.reverse
+        size = grads[0].size(split) // group.size
+        return grads[0].narrow(split, 0, size).repeat_interleave(group.size, joined), *(None,) * 4
+
+    exchange._Exchange.backward = staticmethod(wrong)
+
+
 def wrong_scatter_axis() -> None:
     """3D: partial sums are summed over the axis that splits the samples."""
     from parallelrun.strategies.tensor.grid.plan import GridStrategy

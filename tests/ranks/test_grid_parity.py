@@ -28,6 +28,11 @@ CUBE = {"layout": "3d", "tp": 8}
 LEAN = {"strategy.tensor.save_gathered": False}
 DROPS = {"dropout": 0.2, "model.attention_dropout": 0.1}
 ONE_LAYER = {"model.layers": 1}
+EXPERTS = {
+    "model.experts": 8, "model.expert_period": 1, "model.shared_experts": 1, "model.router.capacity_factor": 1.25,
+    "model.router.aux_coefficient": 0.3, "optimizer.clip": 0.05, "global_batch": 16,
+}  # fmt: skip
+SPANS = {"ep": 4, "strategy.expert.tp": 1}
 
 
 def form(name: str) -> dict[str, Any]:
@@ -65,6 +70,13 @@ CELLS: dict[str, dict[str, Any]] = {
     "2d dp zero1": {**SQUARE, **data("zero1"), **ONE_LAYER},
     "2d dp fsdp": {**TWO_STEPS, **SQUARE, **data("fsdp"), **ONE_LAYER},
     "2d pp zero_bubble": {**SQUARE, **schedule("zero_bubble")},
+    "2d experts, ep, fsdp": {
+        **SQUARE, **EXPERTS, **ONE_LAYER, **data("fsdp"), "ep": 2, "strategy.expert.kind": "capacity",
+    },
+    "2d experts, ep over tp, zero bubble": {
+        **EXPERTS, **SPANS, **schedule("zero_bubble"), "layout": "2d", "tp": 2, "grid": "1x2", "ep": 2,
+    },
+    "3d experts, ep over tp, recomputed": {**CUBE, **EXPERTS, **ONE_LAYER, **SPANS, "ep": 8, "recompute": "full"},
 }  # fmt: skip
 FULL_CELLS: dict[str, dict[str, Any]] = {
     "2d dp pp": {**SQUARE, **data("ddp"), **schedule("gpipe")},
@@ -90,6 +102,12 @@ FULL_CELLS: dict[str, dict[str, Any]] = {
     "2d dp pp fsdp": {**SQUARE, **data("fsdp"), **schedule("1f1b")},
     "2d fp32": {**SQUARE, "verify.precision": "fp32"},
     "3d fp32": {**CUBE, "verify.precision": "fp32"},
+    "2.5d experts, recomputed": {**DEEP, **EXPERTS, "recompute": "full", **DROPS},
+    "2x1 experts, ep over dp x tp": {**SQUARE, **EXPERTS, **SPANS, "tp": 2, "grid": "2x1", "dp": 2},
+    "2d experts, cp, two levels": {
+        **SQUARE, **EXPERTS, **SPANS, "cp": 2, "ep": 8, "strategy.expert.group_size": 4, "model.router.jitter": 0.1,
+    },
+    "2d experts, packed": {**SQUARE, **EXPERTS, "dataset.pack": True, "model.seq": 16},
 }  # fmt: skip
 if FULL:
     CELLS |= FULL_CELLS

@@ -38,6 +38,8 @@ SPANS = {**ROUTED, "ep": 2, "strategy.expert.tp": 1, "optimizer.clip": 0.05}
 SLICES, COPIES = {**SPANS, "strategy.tensor.sequence_parallel": True}, {**SPANS, "dp": 2}
 GRID = {**BASE, **ONE_LAYER, "verify.steps": 1}
 SQUARE_GRID, CP = {**GRID, **SQUARE}, {"cp": 2}
+GRID_EXPERTS = {**ROUTED, **SQUARE, "optimizer.clip": 0.05}
+BIASED = {"model.router.kind": "top_k", "model.router.bias_rate": 0.05, "verify.steps": 2}
 ADAPTED = {**MODULE, **LORA}
 HALF_EXPERTS, ALL_EXPERTS, THREE_EXPERTS = ({**MOE, **degrees} for degrees in (HALF, ALL, THREE))
 # A mutant stands as often as it has plans.
@@ -127,6 +129,13 @@ PLANTED: list[tuple[str, Overrides]] = [
     ("masks_of_the_first_heads", {**SQUARE_GRID, "model.attention_dropout": 0.1}),
     ("inside_taken_for_outside", {**SQUARE_GRID, **form("stationary_w"), "model.attention_dropout": 0.1}),
     ("padding_taken_for_tokens", SQUARE_GRID),
+    ("rows_of_experts_not_summed", GRID_EXPERTS),
+    ("columns_of_routers_not_summed", GRID_EXPERTS),
+    ("routers_of_the_first_samples", {**GRID_EXPERTS, "model.router.jitter": 0.1}),
+    ("auxiliary_loss_divided_by_all_of_tp", GRID_EXPERTS),
+    ("load_of_the_first_row", {**GRID_EXPERTS, **BIASED}),
+    ("experts_not_summed_over_columns", GRID_EXPERTS),
+    ("slices_exchanged_once", {**GRID_EXPERTS, "ep": 4, "strategy.expert.tp": 1}),
     ("vocabulary_cut_by_rows_first", SQUARE_GRID),
     ("log_sum_exp_of_the_last_block", CP),
     ("positions_begin_at_zero", {**CP, **llama()}),
@@ -145,9 +154,10 @@ def test_a_planted_bug_is_caught_by_the_verdict(mutant: str, overrides: Override
     assert not document["passed"]
 
 
-@pytest.mark.parametrize(
-    "overrides", [DP, TP, PP, SEQUENCE, DATA_FSDP, BOTH, ROUTED, SPANS, COPIES, {**SQUARE_GRID, **DROPS}], ids=str
-)
+SOUND = [DP, TP, PP, SEQUENCE, DATA_FSDP, BOTH, ROUTED, SPANS, COPIES, {**SQUARE_GRID, **DROPS}]
+
+
+@pytest.mark.parametrize("overrides", [*SOUND, {**GRID_EXPERTS, **BIASED, "model.router.jitter": 0.1}], ids=str)
 def test_the_same_plan_without_a_bug_passes(overrides: Overrides) -> None:
     assert_equal(parity(overrides))  # the other plans: cells of the parity tests
 

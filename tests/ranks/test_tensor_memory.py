@@ -44,6 +44,13 @@ def test_saved_bytes_are_those_of_the_formula(tp):
             assert abs(saved - predicted) <= SCALAR, (case, name, saved, predicted)
 
 
+# Experts that choose have equal rows.
+CHOOSING: dict[str, Any] = {
+    "model.experts": 4, "model.expert_ffn": 48, "model.expert_period": 1, "model.router.kind": "expert_choice",
+    "model.router.z_coefficient": 0.1,
+}  # fmt: skip
+
+
 def forms(*names: str) -> list[dict[str, Any]]:
     return [{"strategy.tensor.form": name} for name in names]
 
@@ -62,6 +69,8 @@ GRIDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             {"dropout": 0.1},
             {"model.attention_dropout": 0.1},
             {"model.activation": "relu"},
+            CHOOSING | FP32,
+            CHOOSING | llama(model__shared_experts=1),
         ],
     ),
     "2.5d": ({"layout": "2.5d", "tp": 8, "depth": 2}, [{"model.activation": "relu"}, LEAN | llama()]),

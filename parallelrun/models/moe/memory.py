@@ -1,8 +1,9 @@
 """How many rows the experts of a layer compute, and what each row keeps for backward.
 
-A row is one assignment of a token to an expert that is kept. Routing groups are of whole samples: where several ranks
-(of cp; of tp, where ep spans it) share a sequence, each of them lists the assignments of all tokens and keeps those of
-its own. The expert dispatcher says how many arrive from other ranks.
+A row is one assignment of a token to an expert that is kept. Routing groups are of whole samples, which a grid divides:
+a microbatch here is a rank's samples of it. Where several ranks (of cp; of tp, where ep spans it) share a sequence,
+each of them lists the assignments of all tokens and keeps those of its own. The expert dispatcher says how many arrive
+from other ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ def router_of(plan: Plan) -> RouterSpec:
 
 
 def num_groups(plan: Plan) -> int:
-    """Return the routing groups of a microbatch."""
-    return plan.batch.micro_batch // router_of(plan).group_samples
+    """Return the routing groups of a rank's samples of a microbatch."""
+    return plan.batch.micro_batch // plan.sample_parts // router_of(plan).group_samples
 
 
 def num_slots(plan: Plan, num_experts: int | None = None) -> int:
@@ -45,7 +46,7 @@ def num_kept(plan: Plan) -> int:
 
 def num_sharing(plan: Plan) -> int:
     """Return the ranks that share the tokens of a microbatch, each of which sends its own to experts."""
-    return plan.mesh.size("cp") * plan.mesh.size("tp") // plan.expert_tp
+    return plan.mesh.size("cp") * plan.token_ranks // plan.expert_tp
 
 
 def num_own(plan: Plan) -> int:
@@ -54,8 +55,13 @@ def num_own(plan: Plan) -> int:
 
 
 def _num_tokens(plan: Plan) -> int:
-    """Return the tokens of a microbatch's samples."""
-    return plan.num_rows * plan.mesh.size("cp")
+    """Return the tokens of a rank's samples of a microbatch."""
+    return num_routed(plan) * plan.mesh.size("cp")
+
+
+def num_routed(plan: Plan) -> int:
+    """Return the positions that a rank holds of its samples of a microbatch."""
+    return plan.num_rows // plan.sample_parts
 
 
 def expert_width(layer: LayerSpec, plan: Plan) -> int:

@@ -42,6 +42,7 @@ class Router(RoleLayer):
     documents is routed nowhere.
 
     local_tokens: the tokens of a sample that x has: all of them, or over_ranks routes those of other ranks too.
+    sample_part: (index, count) of the equal part of the microbatch's samples held here; set by the tensor strategy.
 
     Parameters `weight` (num_experts, hidden) and, if spec.bias_rate > 0, the frozen `selection_bias` (num_experts,).
     The weight is not rounded to the compute dtype: a router in low precision is unstable (Fedus et al. 2021, 2.4).
@@ -64,7 +65,7 @@ class Router(RoleLayer):
         self._jitter_key = dropout.site_key(seed, f"{site}.jitter")
         self._second_key = dropout.site_key(seed, f"{site}.second")
         self.decisions: HeldDecisions | None = None
-        self.local_tokens = ALL
+        self.local_tokens, self.sample_part = ALL, (0, 1)
         self.over_ranks: RoutingOverRanks | None = None
         self._seen: dict[int, Tensor] = {}  # by microbatch: recomputation overwrites its own
 
@@ -78,7 +79,8 @@ class Router(RoleLayer):
             logits = self.over_ranks.gathered(logits)
         seq = logits.size(1)
         groups = (batch // spec.group_samples, spec.group_samples * seq)
-        padded = documents.SCOPE.documents.is_token if documents.SCOPE.documents is not None else None
+        packed = documents.SCOPE.documents
+        padded = packed.part(*self.sample_part).is_token if packed is not None else None
         uniform = None
         if draws_second(spec, self.training):
             uniform = self._draws(self._second_key, batch, ALL.indices(seq, x.device), 1).view(groups)
@@ -120,4 +122,4 @@ class Router(RoleLayer):
         return dropout.uniform(key, self._sample_ids(batch), tokens, ALL.indices(columns, tokens.device))
 
     def _sample_ids(self, batch: int) -> Tensor:
-        return dropout.sample_ids_at(f"the router at {self.site}", batch)
+        return dropout.sample_ids_at(f"the router at {self.site}", batch, self.sample_part)

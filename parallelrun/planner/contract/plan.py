@@ -196,7 +196,17 @@ class Plan:
     @property
     def expert_tp(self) -> int:
         """The ranks of tp that split an expert."""
-        return 1 if self.ep_spans_tp else self.mesh.size("tp")
+        return 1 if self.ep_spans_tp else self.token_ranks
+
+    @cached_property
+    def token_ranks(self) -> int:
+        """The ranks of tp that have the same tokens where a layer reads complete rows (`TensorStrategy.token_axis`)."""
+        return self.mesh.size(self.tensor.token_axis(self))
+
+    @property
+    def sample_parts(self) -> int:
+        """The parts of a microbatch's samples that ranks of tp route, each by itself."""
+        return self.mesh.size("tp") // self.token_ranks
 
     @property
     def seq(self) -> int:

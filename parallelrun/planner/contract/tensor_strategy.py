@@ -114,6 +114,22 @@ class TensorStrategy(AxisStrategy):
         return request.tp
 
     @classmethod
+    def token_ranks(cls, request: Request) -> int:
+        """Return how many ranks of tp have the same tokens where a layer reads complete rows; the others have those of
+        other samples."""
+        return request.tp
+
+    def token_axis(self, plan: Plan) -> str:
+        """Return the axis of these ranks. They split every expert or, where ep spans tp, the tokens."""
+        return "tp"
+
+    @property
+    def slices_tokens(self) -> bool:
+        """Whether, where ep spans tp, its own layers give each of these ranks a slice of every sequence, and take the
+        results back."""
+        return self.sequence_parallel
+
+    @classmethod
     def layout_choices(cls, tp: int) -> list[LayoutChoice]:
         """Return the layouts of this kind that are worth comparing at this tp, legal or not."""
         return []

@@ -152,7 +152,7 @@ def is_of_experts(axis: str) -> bool:
 
 def num_data_ranks(plan: Plan) -> int:
     """The ranks of dp x cp that a group of ep covers."""
-    return plan.mesh.size(EP) * plan.expert_tp // plan.mesh.size(TP)
+    return plan.mesh.size(EP) // (plan.mesh.size(TP) if plan.ep_spans_tp else 1)
 
 
 def is_sharded(layout: Layout, plan: Plan) -> bool:

@@ -53,6 +53,7 @@ def _candidates(plan: Plan, most: int, least: int, exact: bool) -> Iterator[dict
     """Yield degrees, the best first: another dp with the same other axes, the largest first; then fewer changes."""
     now = {axis: plan.degrees[axis] for axis in _SIZES}
     rest = prod(now[axis] for axis in _OF_WORLD) // now["dp"]
+    spanned = now["cp"] * (now["tp"] if plan.ep_spans_tp else 1)
 
     def fits(sizes: Mapping[str, int]) -> bool:
         world = prod(sizes[axis] for axis in _OF_WORLD) + plan.servers
@@ -60,7 +61,7 @@ def _candidates(plan: Plan, most: int, least: int, exact: bool) -> Iterator[dict
 
     for dp in range((most - plan.servers) // rest, 0, -1):
         for ep in reversed(divisors(now["ep"])):
-            if fits(sizes := {**now, "dp": dp, "ep": ep}) and dp * now["cp"] * now["tp"] // plan.expert_tp % ep == 0:
+            if fits(sizes := {**now, "dp": dp, "ep": ep}) and dp * spanned % ep == 0:
                 yield sizes
     others = [axis for axis in _SIZES if axis != "dp" and now[axis] > 1]
     smaller = [dict(zip(others, chosen)) for chosen in product(*(divisors(now[axis]) for axis in others))]

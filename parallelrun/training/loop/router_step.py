@@ -39,7 +39,7 @@ class RoutingUpdater:
 
     The exchange is an fp64 matrix with a row for each MoE layer of the model, on all stages: its statistics
     (`plan.routing_statistics`) and the bytes of its all-to-alls. A rank fills in the rows of its own layers: the
-    statistics only at coordinate 0 of tp and cp, as all these ranks route the same tokens, and the bytes on every rank.
+    statistics only at coordinate 0 of cp and of the ranks of tp that route the same tokens, the bytes on every rank.
     """
 
     def __init__(self, model_parts: Sequence[Network], frozen: Sequence[LocalParameter], plan: Plan, mesh: Mesh):
@@ -57,7 +57,7 @@ class RoutingUpdater:
             for name, module in part.named_modules()
             if isinstance(module, MoE)
         ]
-        self._counts = not any(mesh.coordinate.get(axis, 0) for axis in ("tp", "cp"))
+        self._counts = not any(mesh.coordinate.get(axis, 0) for axis in (plan.tensor.token_axis(plan), "cp"))
         self._sum: Tensor | None = None
         self._work: Work | None = None
 

@@ -114,8 +114,8 @@ def record(training: Training, steps: int, decisions: RecordedDecisions | None =
     trace.final = _gather(training, lambda p: p.tensor.detach(), trace)
     trace.val_loss = measure(training).loss
     if decisions is not None:
-        # All tensor ranks route the same tokens.
-        mine = decisions.recorded if training.mesh.coordinate.get("tp", 0) == 0 else {}
+        axis = training.plan.tensor.token_axis(training.plan)  # whose ranks route the same tokens
+        mine = decisions.recorded if training.mesh.coordinate.get(axis, 0) == 0 else {}
         scores_by_rank = gather_tensors(mine, training.mesh)
         trace.router_scores = {name: scores for recorded in scores_by_rank for name, scores in recorded.items()}
     return trace

@@ -96,8 +96,9 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh, dispatcher: type[Token
         if isinstance(layer, MoE):
             _keep_own(layer.experts, groups.num_local)
             layer.dispatch = dispatcher(plan.expert, groups)
-            if plan.ep_spans_tp:
-                token_slices.divide(layer, mesh.group("tp"), plan.seq, plan.tensor.sequence_parallel)
+            if plan.ep_spans_tp and plan.token_ranks > 1:
+                group = mesh.group(plan.tensor.token_axis(plan))
+                token_slices.divide(layer, group, plan.seq, plan.tensor.slices_tokens)
         elif own_experts.is_own(layer):
             _keep_own(layer, groups.num_local)
             own_experts.send(layer, dispatcher(plan.expert, groups))

@@ -9,8 +9,9 @@ on two levels) brings rows from source to destination. Rows cross it four times,
 Full recomputation sends both forward messages again: the weighted sum over what comes back is the last operation and
 needs it for the gradients of the weights. Chunks make more calls of the same bytes. Evaluation is not counted.
 
-Where ep spans tp, the ranks of tp divide the tokens. The scores of routing groups are gathered over tp in forward.
-Without sequence parallelism, results of all tokens are gathered in forward, and their gradients in backward.
+Where ep spans tp, the ranks of tp with the same tokens divide them. The scores of routing groups are gathered over
+these ranks in forward. Unless the tensor strategy gives slices of sequences, results of all tokens are gathered in
+forward, and their gradients in backward.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from typing import ClassVar, NamedTuple
 from parallelrun.base.errors import Problem
 from parallelrun.base.precision import BYTES
 from parallelrun.base.wording import divisors, either, nearest
-from parallelrun.models.moe.memory import num_kept, num_own, num_sharing, num_slots, router_of
+from parallelrun.models.moe.memory import num_kept, num_own, num_routed, num_sharing, num_slots, router_of
 from parallelrun.models.moe.spec import has_own_router
+from parallelrun.planner.contract.classes import tensor_strategy
 from parallelrun.planner.contract.data_strategy import FlattenedDims, MeshDims
 from parallelrun.planner.contract.expert_dispatcher import ExpertDispatcher
 from parallelrun.planner.contract.messages import ExplainedRound, Explanation, calls_of, explanation_by_block
@@ -120,7 +122,7 @@ class AllToAllDispatcher(ExpertDispatcher):
             if counts_bytes:
                 calls = microbatches * sum(forwards)
                 sent.append(Collective(axis, OPERATION, COUNTS, calls, calls * counts_bytes))
-        if self.spans_tp:
+        if self.spans_tp and plan.token_ranks > 1:
             sent += _over_tp(layers, plan)
         return [row for row in sent if row.calls]
 
@@ -135,10 +137,12 @@ class AllToAllDispatcher(ExpertDispatcher):
 
     def exchange_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """The rows as they arrived, the experts' results, these in the order of the ranks to which they go, and the
-        results that come back; where a slice of the tokens was taken, what it was taken of."""
+        results that come back; where a slice of the tokens was taken, what it was taken of; of a grid, whose norms keep
+        their results, the norm's input and what its weights gave."""
         has_experts = any(layer.layer_role == "expert" for layer in block.layers)
         back, *_, arrived = (rows.even for rows in self.rows(plan))
-        whole = plan.num_rows * (self.spans_tp and not plan.tensor.sequence_parallel)
+        whole = plan.num_rows * (self.spans_tp and not plan.tensor.slices_tokens)
+        whole += 0 if plan.tensor.is_one_dimensional else 2 * plan.num_rows // plan.mesh.size(TP)
         return (3 * arrived + back + whole) * plan.spec.hidden * BYTES[plan.precision.compute] * has_experts
 
     def explain(self, plan: Plan) -> Explanation:
@@ -182,46 +186,52 @@ def _over_tp(layers: list[BlockSpec], plan: Plan) -> list[Collective]:
     """What the ranks of tp gather that divide the tokens of these layers. layers: the block of each."""
     repeated = [block for block in layers if plan.recompute == "full" and block.is_recomputed]
     calls = plan.batch.microbatches * (len(layers) + len(repeated))
-    scores = plan.num_rows * plan.spec.experts * BYTES[plan.precision.accurate]
-    sent = [Collective(TP, GATHER, COUNTS, calls, calls * scores)]
-    if not plan.tensor.sequence_parallel:
+    axis, scores = plan.tensor.token_axis(plan), num_routed(plan) * plan.spec.experts * BYTES[plan.precision.accurate]
+    sent = [Collective(axis, GATHER, COUNTS, calls, calls * scores)]
+    if not plan.tensor.slices_tokens:
         again = sum(block.reads_sum(plan.dropout) for block in repeated)
         calls = plan.batch.microbatches * (2 * len(layers) + again)
         rows = plan.num_rows * plan.spec.hidden * BYTES[plan.precision.compute]
-        sent.append(Collective(TP, GATHER, ROWS, calls, calls * rows))
+        sent.append(Collective(axis, GATHER, ROWS, calls, calls * rows))
     return sent
 
 
 def _check_tensor(request: Request) -> list[Problem]:
     """An expert is split by all of tp or by none of it, whose ranks then divide the tokens of every sequence."""
-    key, tp, seq = f"{KEY}.tp", request.tp, request.spec.seq
+    key, tp, seq = f"{KEY}.tp", _token_ranks(request), request.spec.seq
     said, fix, parts = f"{key}={request.config.strategy.expert.tp}", f"leave {key} out", tp * request.cp
+    same = "" if tp == request.tp else f" (the ranks of tp={request.tp} with the same tokens)"
     spans = request.ep_data_ranks < request.ep
     if request.config.strategy.expert.tp not in (None, 1, tp):
-        message = f"{said}: an expert is split over all of tp={tp} or over none of its ranks"
+        message = f"{said}: an expert is split over all of tp={tp}{same} or over none of its ranks"
         return [Problem(message, key, f"{key}=1 or {fix}", kind="not_built")]
     if spans and has_own_router(request.spec):
         message = f"{said}: the tokens of experts of somebody else's module are not divided over tp={tp}"
         return [Problem(message, key, fix, kind="not_built")]
     if spans and seq % parts:
-        of = f"tp={tp}" + f" x cp={request.cp}" * (request.cp > 1)
+        of = f"tp={tp}{same}" + f" x cp={request.cp}" * (request.cp > 1)
         message = f"model.seq={seq} is not divisible by {of}, over which {said} divides the tokens of a sequence"
         return [Problem(message, key, f"model.seq={-(-seq // parts) * parts} or {fix}", kind="arithmetic")]
     return []
 
 
+def _token_ranks(request: Request) -> int:
+    return tensor_strategy(request.config.strategy.tensor.kind).token_ranks(request)
+
+
 def _check_chunks(request: Request) -> list[Problem]:
     chunks, batch, router = request.config.strategy.expert.chunks, request.batch, request.spec.router
     assert router is not None, "a dispatcher for a model without experts"
-    if batch is None or batch.micro_batch % router.group_samples:
+    parts = request.tp // _token_ranks(request) * router.group_samples
+    if batch is None or batch.micro_batch % parts:
         return []  # another violation
-    groups = batch.micro_batch // router.group_samples
+    groups = batch.micro_batch // parts
     if groups % chunks == 0:
         return []
     of = f"micro_batch={batch.micro_batch} in routing groups of {router.group_samples}"
     message = f"{KEY}.chunks={chunks} does not divide the {groups} routing groups of a microbatch ({of})"
     fixes = [either(f"{KEY}.chunks", nearest(chunks, divisors(groups)))]
-    legal = [n for n in divisors(batch.replica_batch) if n % (chunks * router.group_samples) == 0]
+    legal = [n for n in divisors(batch.replica_batch) if n % (chunks * parts) == 0]
     if legal:
         fixes.append(either("micro_batch", nearest(batch.micro_batch, legal)))
     return [Problem(message, f"{KEY}.chunks", " or ".join(fixes), kind="arithmetic")]

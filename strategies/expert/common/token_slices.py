@@ -49,7 +49,7 @@ def _gathered(x: Tensor, group: Group) -> Tensor:
 def divide(layer: MoE, group: Group, num_tokens: int, has_slices: bool) -> None:
     """Let each rank of `group` route and send its slice of every sequence, of which it holds num_tokens.
 
-    has_slices: under sequence parallelism.
+    has_slices: the layer's input and output are slices already.
     """
     router, size = layer.router, num_tokens // group.size
     slices = [range(start, start + size) for start in range(0, num_tokens, size)]

@@ -28,6 +28,14 @@ def rounded_bytes(parameters: Iterable[ParameterSpec], plan: Plan) -> int:
     return compute * sum(local_numel(spec, plan) for spec in parameters if element_bytes(spec, plan) != compute)
 
 
+def as_computed(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """The layers of a block in the order in which they run: shared experts before the others."""
+    routed = tuple(layer for layer in layers if layer.layer_role in ("expert", "expert_output"))
+    rest = tuple(layer for layer in layers if layer not in routed)
+    last = len(rest) - (bool(routed) and rest[-1].layer_role == "dropout")
+    return (*rest[:last], *routed, *rest[last:])
+
+
 def recomputed(block: BlockSpec, plan: Plan) -> bool:
     """Whether the results of the block's norms and activations are computed again rather than saved."""
     return plan.recompute == "selective" and block.is_recomputed

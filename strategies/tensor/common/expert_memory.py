@@ -35,7 +35,7 @@ def input_bytes(block: BlockSpec, plan: Plan) -> int:
     own = rows.num_own(plan) * plan.spec.hidden * accurate
     if rows.router_of(plan).jitter > 0.0:
         return 2 * own
-    if compute != accurate or plan.tensor.sequence_parallel != plan.ep_spans_tp:
+    if compute != accurate or plan.tensor.sequence_parallel != plan.ep_spans_tp or moved_bytes(plan):
         return own
     roles = [layer.layer_role for layer in block.layers]
     counted = "column_parallel" in roles[roles.index("router") :]  # a shared expert reads it too, or a gathered copy
@@ -43,9 +43,15 @@ def input_bytes(block: BlockSpec, plan: Plan) -> int:
     return 0 if counted or recomputes_norms(block, plan) else own
 
 
+def moved_bytes(plan: Plan) -> int:
+    """Return the bytes of a rank's complete rows where a grid gathers or exchanges features for them; else 0."""
+    moves = plan.token_ranks > 1 and not plan.tensor.is_one_dimensional
+    return moves * rows.num_own(plan) * plan.spec.hidden * BYTES[plan.precision.compute]
+
+
 def routing_bytes(plan: Plan) -> int:
     """Scores, choices and what the auxiliary losses read."""
-    spec, router, tokens = plan.spec, rows.router_of(plan), plan.num_rows
+    spec, router, tokens = plan.spec, rows.router_of(plan), rows.num_routed(plan)
     accurate, scores = BYTES[plan.precision.accurate], tokens * spec.experts
     saved = scores * accurate
     if router.score == "softmax" or router.z_coefficient:
@@ -62,7 +68,7 @@ def routing_bytes(plan: Plan) -> int:
 
 
 def _choices(plan: Plan) -> int:
-    router, tokens, accurate = rows.router_of(plan), plan.num_rows, BYTES[plan.precision.accurate]
+    router, tokens, accurate = rows.router_of(plan), rows.num_routed(plan), BYTES[plan.precision.accurate]
     if router.kind == "expert_choice":
         return rows.num_assignments(plan) * INDEX * (1 if router.renormalise == "none" else 2)
     saved = tokens * router.top_k * INDEX
@@ -72,14 +78,6 @@ def _choices(plan: Plan) -> int:
     refuses = router.capacity(group, plan.spec.experts) < group
     refuses |= router.kind == "gshard" and router.second_expert == "random"
     return saved + (tokens * router.top_k * MASK if refuses else 0)
-
-
-def as_computed(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """The layers of a block in the order in which they run: shared experts before the others."""
-    routed = tuple(layer for layer in layers if layer.layer_role in ("expert", "expert_output"))
-    rest = tuple(layer for layer in layers if layer not in routed)
-    last = len(rest) - (bool(routed) and rest[-1].layer_role == "dropout")
-    return (*rest[:last], *routed, *rest[last:])
 
 
 def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> tuple[LayerBackward, ...]:

@@ -39,6 +39,7 @@ from .activation_memory import (
     MASK,
     activates_again,
     activation_bytes,
+    as_computed,
     attends,
     attention_bytes,
     follows_attention,
@@ -112,7 +113,7 @@ class ProductStrategy(ProductTraffic):
             )
         if module_memory.says_itself(block, plan):
             return (module_memory.stated_backward(block, plan), *self._measured_loss(block, plan))
-        in_order = expert_memory.as_computed(block.layers)
+        in_order = as_computed(block.layers)
         backwards = [backward for layer in in_order for backward in self._layer_backward(layer, block, plan)]
         return (*backwards, *([self._loss_backward(plan)] if block.name == plan.spec.blocks[-1].name else []))
 

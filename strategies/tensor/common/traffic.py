@@ -33,10 +33,10 @@ from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec
 from parallelrun.planner.model.product import Product, Transfer, transfers
 
 from . import step_memory
-from .activation_memory import rounded_bytes
+from .activation_memory import as_computed, rounded_bytes
 
 AXIS = "tp"
-PURPOSES = {"w": "weights", "dw": "weight_gradients"}  # by operand; everything else is an activation
+PURPOSES, OTHER = {"w": "weights", "dw": "weight_gradients"}, "activations"  # purposes by operand; of all others
 
 
 def overlaps(plan: Plan) -> bool:
@@ -86,7 +86,7 @@ class ProductTraffic(TensorStrategy):
         return [Collective(*key, calls=counts[key], payload_bytes=payload[key]) for key in sorted(counts)]
 
     def traffic(self, block: BlockSpec, plan: Plan) -> list[TensorCollective]:
-        both = [(layer.name.removeprefix(f"{block.name}."), *self._of_layer(layer, plan)) for layer in block.layers]
+        both = [(x.name.removeprefix(f"{block.name}."), *self._of_layer(x, plan)) for x in as_computed(block.layers)]
         forward = [row for _, rows, _ in both for row in rows]
         again = forward if plan.recompute == "full" and block.is_recomputed and self._trains(block, plan) else []
         if again and not self.recomputes_last_call(block, forward, plan):
@@ -162,7 +162,7 @@ class ProductTraffic(TensorStrategy):
         for transfer in self.transfers_of(layer, plan):
             dtype = plan.precision.reduce if transfer.operand == "dw" else plan.precision.compute
             size = transfer.calls * transfer.elements * BYTES[dtype]
-            purpose = PURPOSES.get(transfer.operand, "activations")
+            purpose = PURPOSES.get(transfer.operand, OTHER)
             row = Collective(transfer.axis, transfer.operation, purpose, transfer.calls, size)
             phases[transfer.phase == "backward"].append(row)
         return phases

@@ -15,6 +15,7 @@ from typing import Any
 from parallelrun.base.errors import Problem
 from parallelrun.base.precision import BYTES, TABLE
 from parallelrun.base.wording import divisors, either, nearest
+from parallelrun.models.moe.spec import has_own_router
 from parallelrun.planner.contract.classes import splits_backward
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model import definitions
@@ -25,7 +26,9 @@ from .forms import FormChoice
 from .shape import KEYS, arrange_request, broken_rule, format_sizes, possible_depths, read_grid
 
 # roles of layers that may have parameters
-ROLES = ("column_parallel", "row_parallel", "linear", "embedding", "position_embedding", "norm", "head")
+ROLES = (
+    "column_parallel", "row_parallel", "linear", "embedding", "position_embedding", "norm", "head", "router", "expert",
+)  # fmt: skip
 FARTHEST = 20_000  # distance from the tp asked for up to which legal ones are looked for
 FORM, SAVE = "strategy.tensor.form", "strategy.tensor.save_gathered"
 
@@ -139,15 +142,14 @@ class GridRequest:
     def _unbuilt(self) -> list[Problem]:
         """Layers that no grid multiplies yet.
 
-        Routing groups are whole samples of whole rows; here samples and features are both cut, so that every expert's
-        product would be one of a grid, of rows whose number differs from step to step. A latent would be cut by
-        features, and the key that all heads share by rows alone.
+        Nobody knows which layer of somebody else's module would have to gather features for its router and experts. A
+        latent would be cut by features, and the key that all heads share by rows alone.
         """
         spec, kind, messages = self.request.spec, self.request.config.strategy.tensor.kind, []
-        if self.request.tp > 1 and spec.experts:
+        if self.request.tp > 1 and has_own_router(spec):
             messages.append(
-                f"{spec.name} has experts, and layout {kind} cuts samples and features of what they read: products of "
-                "experts over a grid are not built"
+                f"{spec.name} has experts with a router of their own, and layout {kind} cuts the features of what they "
+                "read: where its module would have to gather them is not known"
             )
         if self.request.tp > 1 and spec.latent:
             messages.append(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import product as combinations
 from math import gcd, lcm
 
+from parallelrun.models.moe.spec import inside_dim
 from parallelrun.planner.model.model_spec import LayerSpec, ModelSpec, Pair, ParameterSpec
 from parallelrun.planner.model.product import ActivationLayout, Product, Sizes, degree, num_panels, transfers
 from parallelrun.planner.model.product import forms as products
@@ -149,6 +150,10 @@ class FormChoice:
             misfits += fewest
         alone = [layer for layer in self.spec.distinct_layers if layer.layer_role == "linear"]
         misfits += [misfit for x in alone for misfit in self._misfits_in(x, products.stationary_y(boundary))]
+        for weight in [x.parameters[0] for x in self.spec.distinct_layers if x.layer_role == "expert"][:1]:  # all alike
+            width = weight.shape[inside_dim(weight)]
+            key = "model.ffn" if width == self.spec.ffn else "model.expert_ffn"
+            misfits.append(Misfit(key, width, degree(boundary.features, self.sizes)))
         return [misfit for misfit in dict.fromkeys(misfits) if misfit.size % misfit.parts]
 
     def _products(self, pair: Pair, forms: Forms) -> list[tuple[LayerSpec, Product]]:

@@ -12,15 +12,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from parallelrun.distributed.mesh import Mesh
+from parallelrun.distributed.mesh import Group, Mesh
 from parallelrun.models import layers as single_device
 from parallelrun.models.documents import DocumentBounds
+from parallelrun.models.exchange import exchange
 from parallelrun.models.masked_layers import AttentionProduct, HashDropout
 from parallelrun.planner.model.product import ActivationLayout, Product
 
 from ..common.sharding import EvenSlice, TakesOver, slice_of
-from . import matmul
+from . import matmul, split_backward
+from .buffers import ACTIVATIONS, move_group
 from .lookup import look_up
+
+SEQUENCE, FEATURES = 1, 2  # dims of activations
 
 
 class LayoutTracker:
@@ -96,6 +100,38 @@ class GridTokenEmbedding(GridLayer, single_device.TokenEmbedding):
         return look_up(own, self.weight, self.product, self.mesh, self.options, self.vocab)
 
 
+class GridExpertInput(GridLayer, single_device.ExpertInput):
+    """Slices of features -> complete rows of this rank's samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return split_backward.gather(super().forward(x), move_group(self.product.gather_x, self.mesh))
+
+
+class GridExpertOutput(GridLayer, single_device.ExpertOutput):
+    """Complete rows, of which every rank has a part of the sum -> slices of features."""
+
+    def forward(self, x: Tensor, num_samples: int) -> Tensor:
+        return split_backward.scatter(super().forward(x, num_samples), move_group(self.product.scatter_y, self.mesh))
+
+
+class ExchangingExpertInput(TakesOver, single_device.ExpertInput):
+    """Slices of features -> a slice of every sequence, of this rank's samples. group: of the axis of features."""
+
+    group: Group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return exchange(super().forward(x), self.group, ACTIVATIONS, SEQUENCE, FEATURES)
+
+
+class ExchangingExpertOutput(TakesOver, single_device.ExpertOutput):
+    """The way back."""
+
+    group: Group
+
+    def forward(self, x: Tensor, num_samples: int) -> Tensor:
+        return exchange(super().forward(x, num_samples), self.group, ACTIVATIONS, FEATURES, SEQUENCE)
+
+
 class GridDropout(TakesOver, HashDropout):
     """The mask of the whole, at this rank's samples and features."""
 
@@ -142,6 +178,12 @@ MULTIPLYING: dict[type, type[GridLayer]] = {
     single_device.UnsplitLinear: GridRowLinear,
     single_device.VocabHead: GridVocabHead,
     single_device.TokenEmbedding: GridTokenEmbedding,
+    single_device.ExpertInput: GridExpertInput,
+    single_device.ExpertOutput: GridExpertOutput,
+}
+EXCHANGING: dict[type, type[TakesOver]] = {  # where ep spans tp
+    single_device.ExpertInput: ExchangingExpertInput,
+    single_device.ExpertOutput: ExchangingExpertOutput,
 }
 TRACKING: dict[type, type[TakesOver]] = {
     HashDropout: GridDropout,

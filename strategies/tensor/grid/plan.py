@@ -14,18 +14,18 @@ from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
 from parallelrun.base.wording import divisors
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.planner.contract.plan import Collective, Plan, once
+from parallelrun.planner.contract.plan import Plan, once
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.contract.tensor_strategy import LayoutChoice, MeshDims
-from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec, Pair, ParameterSpec
+from parallelrun.planner.model.model_spec import LayerSpec, Pair, ParameterSpec
 from parallelrun.planner.model.product import ActivationLayout, Move, Product
 from parallelrun.planner.model.product import forms as products
 
 from ..common.activation_memory import local_numel
 from ..common.keys import Grid2DConfig, Grid25DConfig, GridConfig
-from ..common.product_strategy import ProductStrategy
 from ..common.traffic import AXIS, overlaps
 from .checks import GridRequest
+from .complete_rows import CompleteRows
 from .forms import boundary_layout, key_of, make_product, pair_products
 from .shape import KEYS, cube_root
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GridStrategy(ProductStrategy):
+class GridStrategy(CompleteRows):
     """Samples, features and weights are split over several mesh dims; subclasses say over how many.
 
     only_form: the form of all complete pairs and of the head, where there is no choice.
@@ -85,6 +85,11 @@ class GridStrategy(ProductStrategy):
         return cls._of(request).choice.head_parts() if cls._of(request).sizes else request.tp
 
     @classmethod
+    def token_ranks(cls, request: Request) -> int:
+        """Those of the axis that splits features."""
+        return next(reversed((cls._of(request).sizes or {"": request.tp}).values()))
+
+    @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
         """Grid and depth, where they were not given."""
         tensor, sizes = GridConfig.of(request.config), cls._of(request).sizes
@@ -108,14 +113,6 @@ class GridStrategy(ProductStrategy):
         (axis,) = head.gathered_weight.dims[0]
         scatter = Move("rows" if axis in boundary.rows else "features", axis)
         return products.lookup(boundary, head.weight, head.gather_w, scatter)
-
-    def tensor_sizes(self, plan: Plan) -> dict[str, int]:
-        """Return the degree of every tensor axis, in mesh order."""
-        return {axis: plan.mesh.size(axis) for axis in plan.mesh.mesh_dims_of(AXIS)}
-
-    def boundary(self, plan: Plan) -> ActivationLayout:
-        """Return the layout of activations between blocks."""
-        return boundary_layout(self.tensor_sizes(plan))
 
     @classmethod
     def asked_form(cls, config: Config) -> str:
@@ -147,12 +144,15 @@ class GridStrategy(ProductStrategy):
         elif parameter.layer_role == "per_head":
             split = self.activation_layout(plan.spec.layer_of[parameter.name], plan)
             layout = Layout(((),) * num_dims, (*split.rows, *split.features))
+        elif parameter.layer_role in ("expert", "router"):
+            layout = self.rows_layout(parameter, plan)
         else:
             layout = Layout.replicated(num_dims)
         return Layout(layout.dims, tuple(axis for axis in layout.partial if plan.mesh.size(axis) > 1))
 
     def product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
-        """Return the product of a column, row, linear, head or embedding layer (a lookup); None for any other."""
+        """Return the product of a column, row, linear, head or embedding layer (a lookup), or what gathers or scatters
+        complete rows; None for any other."""
         return once(plan.blocks_cache, ("product", layer.name), lambda: self._product_of(layer, plan))
 
     def _product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
@@ -163,7 +163,7 @@ class GridStrategy(ProductStrategy):
         if layer.layer_role == "linear":
             return products.stationary_y(boundary)
         make = {"head": self.head, "embedding": self.table}.get(layer.layer_role)
-        return make(boundary) if make else None
+        return make(boundary) if make else self.rows_product(layer, plan)
 
     def _of_pair(self, pair: Pair, plan: Plan) -> tuple[Product, Product]:
         """(product of the column layers, of the row layer) in the forms that the plan has chosen."""
@@ -189,12 +189,6 @@ class GridStrategy(ProductStrategy):
         product = self.head_product(plan)
         rows = product.y.rows if product else self.boundary(plan).rows
         return tuple(axis for axis in rows if plan.mesh.size(axis) > 1)
-
-    def recomputes_last_call(self, block: BlockSpec, forward: list[Collective], plan: Plan) -> bool:
-        """All but a last scatter in a node of its own, which is behind the last tensor that backward needs."""
-        last = next(x for x in reversed(block.layers) if x.layer_role != "dropout" or plan.dropout > 0)
-        scatters = last.layer_role == "row_parallel" and any(t.operand == "y" for t in self.transfers_of(last, plan))
-        return not scatters or overlaps(plan) or bool(block.saves_after_sum)
 
     def moved_bytes(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
         """With the gradients of several outputs, which one node packs into one tensor before it gathers them."""

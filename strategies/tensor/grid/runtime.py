@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.models import layers as single_device
+from parallelrun.models.moe.router import Router
 from parallelrun.models.network import Network
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.product import ActivationLayout
@@ -13,7 +14,7 @@ from parallelrun.planner.model.product import ActivationLayout
 from ..common.cross_entropy import VocabParallelLoss
 from ..common.norm import SplitNorm
 from ..common.sharding import first_row, has_vocab_head, replace_module, shard_parameters, slice_of
-from .layers import MULTIPLYING, TRACKING, LayoutTracker
+from .layers import EXCHANGING, MULTIPLYING, TRACKING, LayoutTracker
 from .matmul import matmul_options
 from .plan import GridStrategy
 
@@ -34,6 +35,13 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
     for name, layer in list(network.named_modules()):
         if type(layer) in TRACKING:  # attention has no parameters: the spec does not list it
             replace_module(network, name, TRACKING[type(layer)](layer, tracker=tracker))
+        elif plan.ep_spans_tp and type(layer) in EXCHANGING:
+            if plan.token_ranks > 1:
+                group = mesh.group(strategy.token_axis(plan))
+                replace_module(network, name, EXCHANGING[type(layer)](layer, group=group))
+        elif isinstance(layer, Router):
+            rows = slice_of(boundary.rows, mesh)
+            layer.sample_part = rows.index, rows.count
         elif type(layer) in MULTIPLYING:
             product = strategy.product_of(specs[name], plan)
             assert product is not None, f"{name} multiplies"

@@ -17,7 +17,7 @@ from torch.nn import functional
 from parallelrun.models.autograd import apply_to_all
 from parallelrun.models.rounding import rounded
 
-from .buffers import ActivationPacking, WeightPacking
+from .buffers import ActivationPacking, MoveGroup, WeightPacking, input_packing
 
 
 class _Move(torch.autograd.Function):
@@ -31,6 +31,19 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return None, None, *(ctx.packing.scatter(grads) if ctx.gathers else ctx.packing.gather(grads))
+
+
+def gather(x: Tensor, move: MoveGroup) -> Tensor:
+    """Gather an activation along a dim; backward sums the gradients of all ranks, and scatters them."""
+    return x if move.group is None else apply_to_all(_Move, input_packing(x, move), True, x)[0]
+
+
+def scatter(y: Tensor, move: MoveGroup) -> Tensor:
+    """Sum an activation over the ranks, and scatter it along a dim."""
+    if move.group is None:
+        return y
+    packing = ActivationPacking(move, y.numel() // y.size(-1), tuple(y.shape[1:-1]), (y.size(-1),), (y.size(-1),))
+    return apply_to_all(_Move, packing, False, y)[0]
 
 
 class _GatherWeights(torch.autograd.Function):
@@ -63,8 +76,7 @@ def multiply(
     reduce: torch.dtype,
 ) -> tuple[Tensor, ...]:
     """X times each weight, without bias. inputs, outputs, packing: of X, of every Y and of the weights."""
-    if inputs.move.group:
-        (x,) = apply_to_all(_Move, inputs, True, x)
+    x = gather(x, inputs.move)
     if packing.groups:
         gathered = apply_to_all(_GatherWeights, packing, x.dtype, reduce, *weights)
     else:

@@ -6,6 +6,7 @@ Sources: 1D Shoeybi et al. 2019; 2D SUMMA (van de Geijn and Watts 1997) as in Op
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from parallelrun.base.layout import Layout
@@ -84,6 +85,18 @@ def cube(x: ActivationLayout) -> Product:
         "3d", x, y, Layout(((inner, outer), (across,))),
         gather_x=Move("rows", inner), gather_w=(outer,), scatter_y=Move("rows", across),
     )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def gathered_features(x: ActivationLayout) -> Product:
+    """No product: X's features are gathered, so that Y are complete rows of this rank's samples."""
+    return Product("rows", x, replace(x, features=()), Layout.replicated(2), gather_x=Move("features", *x.features))
+
+
+@lru_cache(maxsize=256)
+def scattered_features(y: ActivationLayout) -> Product:
+    """No product: X are complete rows, a part of a sum on each rank, which is scattered along features."""
+    return Product("rows", replace(y, features=()), y, Layout.replicated(2), scatter_y=Move("features", *y.features))
 
 
 def lookup(y: ActivationLayout, weight: Layout, gather_w: tuple[str, ...], scatter_y: Move) -> Product:

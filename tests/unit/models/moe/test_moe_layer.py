@@ -234,7 +234,6 @@ def test_impossible_sizes_are_refused(values: dict[str, int], key: str, suggesti
 
 LATENT = {"model.kv_lora_rank": 8, "model.qk_nope_head_dim": 4, "model.qk_rope_head_dim": 4, "model.v_head_dim": 4}
 UNBUILT = {
-    "experts": {"model.experts": 4, "model.heads": 8},
     "latent attention": {"model.position": "rope", **LATENT},
 }
 

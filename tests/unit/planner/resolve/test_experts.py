@@ -121,7 +121,15 @@ REFUSED = [  # overrides, and what the problem says: `kind: what -> suggestion;`
     ({**OVER_TP, "ep": 2, "strategy.expert.tp": 2}, ("not_built: ", "split over all of tp=4 or over none")),
     ({**OVER_TP, "model.seq": 10}, ("arithmetic: model.seq=10 is not divisible by tp=4", "-> model.seq=12 or leave")),
     ({**OVER_TP, "dp": 4, "strategy.expert.group_size": 2}, ("arithmetic: ", "divides a group of tp=4", "size=4 or")),
-    ({**OVER_TP, "layout": "2d"}, ("not_built: ", "products of experts over a grid are not built")),
+    (
+        {**OVER_TP, "layout": "2d", "model.seq": 9},
+        (
+            "arithmetic: model.seq=9 is not divisible by tp=2 (the ranks of tp=4 with the same tokens)",
+            "seq=10 or leave",
+        ),
+    ),
+    ({**OVER_TP, "layout": "2d", "ep": 2, "strategy.expert.tp": 4}, ("not_built: ", "over all of tp=2 (the ranks of")),
+    ({"tp": 4, "layout": "2d", "model.expert_ffn": 9}, ("arithmetic: model.expert_ffn=9 is not divisible by 2", "=8")),
     ({**MLP, "dp": 2, "ep": 2}, ("undefined: ", "-> model=moe_gpt;")),
     ({"strategy.own_axis": "none", "ep": 2}, ("contradiction: ", "-> ep=1;")),
     (
