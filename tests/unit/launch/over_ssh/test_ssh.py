@@ -18,6 +18,7 @@ from parallelrun.launch.host import interfaces
 from parallelrun.launch.host.environment import for_other_hosts
 from parallelrun.launch.over_ssh import hosts, ssh, ssh_agent
 from parallelrun.launch.over_ssh.ssh_agent import GRACE_S, supervise
+from tests.cli.launcher import read, survivors, wait_for
 from tests.unit.launch.clock import Clock
 
 TWO = hosts.place_ranks("2", "a:1,b:1")
@@ -35,6 +36,7 @@ class Child:
         self.killed: list[float] = []
 
     def poll(self) -> int | None:
+        assert self._clock.now < 5000, "it is waited for without end"
         return self.code
 
     def send(self, line: str) -> None:
@@ -84,6 +86,21 @@ def test_what_a_remote_shell_reads_is_quoted(monkeypatch, tmp_path):
     assert shlex.split(second) == ["exec", "env", "PYTHONPATH=/a b:$(c)", *agent]
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_a_rank_has_started_ends_with_it(monkeypatch, tmp_path, killed):
+    program, child = tmp_path / "program", tmp_path / "child"
+    program.write_text(f"#!/bin/sh\nsleep 100 &\necho $! > {child}\n{'wait' if killed else 'exit 3'}\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    rank = ssh_agent.Rank([], dict(os.environ))
+    pid = int(wait_for(lambda: read(child).strip(), "the child"))
+    if killed:
+        rank.kill()
+    wait_for(lambda: rank.poll() is not None, "the end of the rank")
+    assert rank.poll() == (-signal.SIGKILL if killed else 3)
+    assert survivors([pid], 10.0) == []
+
+
 def test_every_host_starts_its_own_ranks_of_one_world(clock, started, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     places = hosts.place_ranks("6", "a:3,b:2,localhost:1")
@@ -109,7 +126,7 @@ def test_a_rank_on_another_host_gets_the_launcher_s_variables_but_for_those_of_o
     launcher = {"PATH": "/venv/bin:/bin", "OMP_NUM_THREADS": "2", "HOME": "/home/a", "CUDA_VISIBLE_DEVICES": "0"}
     shared = {"WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     own = for_other_hosts({**launcher, "SECRET": "x", "RANK": "7"})
-    host = {"PATH": "/bin:/opt/bin", "HOME": "/home/b", "RANK": "9", "SLURM_PROCID": "0"}
+    host = {"PATH": "/bin:/opt/bin", "OMP_NUM_THREADS": "9", "HOME": "/home/b", "RANK": "9", "SLURM_PROCID": "0"}
     monkeypatch.setattr(ssh_agent, "os", SimpleNamespace(environ=host, pathsep=os.pathsep))
     assert list(ssh_agent.start_ranks(["steps=1"], 4, 2, {**shared, **own})) == [4, 5]
     assert started[1][1] == {
