@@ -53,6 +53,7 @@ class LabelledTexts(TextFiles):
 
     kinds = (LABELLED,)
     packs = False
+    unread = ("append_eod", "cache", "chat_template", "max_bytes")
 
     def vocab_size(self, config: Config) -> int:
         return len(_classes(_rows(config)))
@@ -95,15 +96,14 @@ def _split(
 
 def _encoded(rows: Sequence[tuple[str, Any]], config: Config, seq: int) -> tuple[list[NDArray[np.int64]], int]:
     """The tokens of each text, and the number of texts that are cut off."""
-    tokenizer = load_tokenizer(config.dataset.tokenizer or BYTES, config.dataset.append_eod)
+    tokenizer = load_tokenizer(config.dataset.tokenizer or BYTES, append_eod=False)
     texts = [text for text, _ in rows]
-    end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
     if tokenizer.inner is None:
-        encoded = [np.append(tokens, end).astype(np.int64) for tokens in tokenizer.encode([t.encode() for t in texts])]
+        encoded = [tokens.astype(np.int64) for tokens in tokenizer.encode([text.encode() for text in texts])]
         return [tokens[:seq] for tokens in encoded], sum(len(tokens) > seq for tokens in encoded)
     tokenizer.inner.enable_truncation(seq)  # which keeps the special tokens behind a text
     encodings = tokenizer.inner.encode_batch(texts, add_special_tokens=True)
-    arrays = [np.array([*encoding.ids, *end][:seq], np.int64) for encoding in encodings]
+    arrays = [np.array(encoding.ids[:seq], np.int64) for encoding in encodings]
     return arrays, sum(bool(encoding.overflowing) for encoding in encodings)
 
 
@@ -113,8 +113,6 @@ def _classes(rows: Sequence[tuple[str, Any]]) -> list[Any]:
 
 def _rows(config: Config) -> tuple[tuple[str, Any], ...]:
     """(text, label) of every row. Raises EnvironmentProblem, ConfigError, DataError naming the file and the line."""
-    if config.dataset.cache is not None:
-        raise ConfigError(Problem("dataset.cache is not read: texts with classes are tokenized anew", "dataset.cache"))
     root = files.resolve_path(config, "a .jsonl file of texts and labels")
     try:
         documents, _ = find_documents(root, config.dataset.column, config.dataset.split)
@@ -123,23 +121,13 @@ def _rows(config: Config) -> tuple[tuple[str, Any], ...]:
         raise files.path_problem(f"cannot read {error.filename or root}: {error.strerror}") from error
     if not any(size for _, size, _ in versions):
         raise files.path_problem(f"{root} holds no text")
-    return _read(versions, config.dataset.column, config.dataset.max_bytes)
+    return _read(versions, config.dataset.column)
 
 
 @lru_cache(maxsize=4)
-def _read(
-    versions: tuple[tuple[Path, int, int], ...], column: str, max_bytes: int | None
-) -> tuple[tuple[str, Any], ...]:
+def _read(versions: tuple[tuple[Path, int, int], ...], column: str) -> tuple[tuple[str, Any], ...]:
     """versions: the files with their sizes and times of change, so that files that have changed are read again."""
-    rows: list[tuple[str, Any]] = []
-    left = max_bytes
-    for path, size, _ in versions:
-        for text, label in _rows_of(DocumentFile(path, column, size)):
-            left = None if left is None else left - len(text.encode())
-            if left is not None and left < 0:
-                return tuple(rows)
-            rows.append((text, label))
-    return tuple(rows)
+    return tuple(row for path, size, _ in versions for row in _rows_of(DocumentFile(path, column, size)))
 
 
 def _rows_of(file: DocumentFile) -> Iterator[tuple[str, Any]]:

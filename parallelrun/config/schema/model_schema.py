@@ -146,7 +146,7 @@ class ModelConfig:
     loss: str | None = key(None, "model=module: own loss, such as ./net.py:loss: (module, batch) -> (sum, count)")
     roles: dict[str, str] = key(dict, "model=module: tensor-parallel roles by module name (fnmatch patterns)")
     blocks: list[str] = key(list, "pipeline blocks of your own module by module name (fnmatch patterns)")
-    before: list[str] = key(list, "modules that run before the blocks, on the first stage: forward is then no chain")
+    before: list[str] = key(list, "modules that run before the blocks, on the first stage")
     arguments: dict[str, Any] = key(dict, "model=module: arguments of the function")
     path: str | None = key(None, "model=hf: directory, config.json or class of Hugging Face transformers")
     hf: dict[str, Any] = key(dict, "model=hf: changes of the configuration of transformers, by its own names")

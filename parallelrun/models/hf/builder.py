@@ -173,18 +173,13 @@ def _give_experts(config: Config, name: str, part: nn.Module, roles: dict[str, s
 
 
 def cut(config: Config, module: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the modules before the blocks, and the blocks: `model.before` and `model.blocks`, else those of the
-    class's own plan (`_pp_plan`). Classes without a plan are cut in the likely place if there are stages."""
+    """Return the modules before the blocks, and the blocks: `model.before` and `model.blocks`, else the likely cut, of
+    classes that bring no plan (`base_model_pp_plan`) only if there are stages."""
     base: Any = module.base_model
-    plan = getattr(base.config, "base_model_pp_plan", None)
     if config.model.before or config.model.blocks:
         return config.model.before, config.model.blocks
-    if not plan or base is module or _output_layer(module) is None:
-        return network.likely_cut(module) if (config.pp or 1) > 1 else ([], [])
-    names = list(plan)
-    layers = next(name for name in names if isinstance(getattr(base, name), nn.ModuleList))
-    prefix = str(module.base_model_prefix)
-    return [f"{prefix}.{name}" for name in names[: names.index(layers)]], [f"{prefix}.{layers}"]
+    has_plan = getattr(base.config, "base_model_pp_plan", None) and base is not module and _output_layer(module)
+    return network.likely_cut(module) if has_plan or (config.pp or 1) > 1 else ([], [])
 
 
 def task_of(config: Config, vocab: int) -> str:

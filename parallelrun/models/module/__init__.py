@@ -5,8 +5,8 @@
 `layers`, `heads` where its signature names them. The contract:
 
 - Data-parallel strategies need nothing else.
-- pp > 1 needs `model.blocks`, the ModuleList that is cut, and `model.before`, the modules that run before it; without
-  `model.before`, the modules whose chain is forward, in order: `'model.blocks=[embed,layers.*,head]'`.
+- pp > 1 needs `model.blocks`, the ModuleList that is cut, and `model.before`, the modules that run before it; or
+  `model.blocks` alone with all modules of forward, in order: `'model.blocks=[embed,layers.*,head]'`.
 - tp > 1 needs `model.roles`, from module names or patterns to layer roles, for example
   `'model.roles={embed: embedding, "*.[qkv]": column_parallel, "*.out": row_parallel, "*.fc1": column_parallel,
   "*.fc2": row_parallel, head: head}'`. An nn.Linear can be column_parallel, row_parallel or head, an nn.Embedding

@@ -40,5 +40,5 @@ def title(config: Config) -> str:
 
 
 def cut(config: Config, module: nn.Module) -> tuple[list[str], list[str]]:
-    """Return patterns of the modules before the blocks, if forward is no chain of the blocks, and of the blocks."""
+    """Return patterns of the modules before the blocks, and of the blocks."""
     return config.model.before, config.model.blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from itertools import pairwise
 from math import prod
 
@@ -15,7 +15,7 @@ from parallelrun.base.registry import has
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models import layers
 from parallelrun.models.module import network, source
-from parallelrun.models.module.outputs import call, undefined
+from parallelrun.models.module.outputs import undefined
 from parallelrun.models.module.own_forward import OwnForwardNetwork
 from parallelrun.planner.contract.classes import tensor_strategy
 from parallelrun.planner.model.model_spec import ModelSpec
@@ -25,20 +25,6 @@ USELESS = 0.75  # part of the parameters in one block above which a pipeline gai
 SPLIT_ROLES = ("column_parallel", "row_parallel")
 
 
-def check_chain(config: Config, vocab: int, names: list[str], kind: str, shape: Sizes) -> None:
-    """Raise ConfigError unless the chain of the blocks computes the module's forward, on real numbers."""
-    with torch.device("cpu"), torch.no_grad():
-        module = source.build(config, vocab).eval()
-        x = network.inputs(kind, shape, 2, "cpu")
-        expected, chained = call("module", module, x), x
-        for name in names:
-            chained = call(name, module.get_submodule(name), chained)
-    if expected.shape != chained.shape or not torch.allclose(expected, chained, rtol=1e-4, atol=1e-5):
-        title = source.builder_of(config).title(config)
-        message = f"the blocks {', '.join(names)}, one after the other, do not compute what {title} computes"
-        raise undefined(message, f"every module of forward, in order, or {network.suggested_blocks(module)}")
-
-
 def check_cuts(config: Config, spec: ModelSpec, device: str) -> None:
     """Raise ConfigError unless stages on the module's own forward compute what it computes: on the CPU by their
     results, on meta by what they call and read. They are cut at the first, a middle and the last possible place."""
@@ -46,7 +32,6 @@ def check_cuts(config: Config, spec: ModelSpec, device: str) -> None:
     with torch.device(device), torch.no_grad():
         module = source.build(config, spec.vocab).eval()
         how = network.own_forward(config, module)
-        assert how is not None
         x = torch.arange(2 * prod(spec.sample_shape)).view(2, *spec.sample_shape) * 7 + 3
         x = x % spec.vocab if spec.kind == "tokens" else x.float().sin()
         expected = module(x)
@@ -106,7 +91,7 @@ def check_split(device: str, config: Config, vocab: int, kind: str, shape: Sizes
             raise undefined(message, fix, "model.roles")
 
 
-def check_useful_cut(module: nn.Module, names: Sequence[str]) -> None:
+def check_useful_cut(module: nn.Module, names: Collection[str]) -> None:
     """Raise ConfigError where one block holds a list of layers and most of the module's parameters."""
     total = sum(parameter.numel() for parameter in module.parameters())
     for name in names:

@@ -1,8 +1,7 @@
-"""Keeps modules in fp64 under precision=fp64 that convert to fp32 in their own forward."""
+"""Keeps a module in fp64 under precision=fp64 that converts to fp32 in its own forward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,8 +23,8 @@ class StayDouble(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def stay_double(module: nn.Module, names: Iterable[str]) -> None:
-    """Make the modules of these names stay in fp64 in forward, so that `verify` sees no rounding of their own."""
+def stay_double(module: nn.Module) -> None:
+    """Make the module stay in fp64 in forward, so that `verify` sees no rounding of its own."""
     entered: list[ExitStack] = []
 
     def enter(*_: Any) -> None:
@@ -35,6 +34,5 @@ def stay_double(module: nn.Module, names: Iterable[str]) -> None:
     def leave(*_: Any) -> None:
         entered.pop().close()
 
-    for name in names:
-        module.get_submodule(name).register_forward_pre_hook(enter, prepend=True)
-        module.get_submodule(name).register_forward_hook(leave, always_call=True)
+    module.register_forward_pre_hook(enter, prepend=True)
+    module.register_forward_hook(leave, always_call=True)

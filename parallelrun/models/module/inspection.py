@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.base.precision import BYTES, TABLE
@@ -23,7 +23,7 @@ from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.module import checks, lora, network, samples, slices, source
 from parallelrun.models.module.measuring import BlockMeasure
 from parallelrun.models.module.outputs import call, undefined
-from parallelrun.models.module.own_forward import ROOT, OwnForward
+from parallelrun.models.module.own_forward import ROOT, WHOLE, OwnForward
 from parallelrun.models.module.own_loss import LossBatch
 from parallelrun.models.moe import own_experts
 from parallelrun.planner.contract.classes import tensor_strategy
@@ -62,22 +62,17 @@ def _num_parameters(config: Config, vocab: int) -> int:
 def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     """The spec, by running the module on `device`; by no run if that is empty."""
     builder = source.builder_of(config)
-    patterns, where = config.model.blocks, builder.title(config)
-    with torch.device(device or "meta"):
-        module = source.build(config, vocab)
-        how = network.own_forward(config, module)
-        if (config.pp or 1) > 1 and not patterns and not how:
-            message = f"pp={config.pp} cuts between blocks, and model.blocks names none of {where}"
+    module = _built(device, config, vocab)
+    how = network.own_forward(config, module)
+    if (config.pp or 1) > 1:
+        if how is WHOLE:
+            message = f"pp={config.pp} cuts between blocks, and model.blocks names none of {builder.title(config)}"
             raise undefined(message, network.suggested_blocks(module))
-        _follow_precision(module, config, device)
-    module.eval()
-    names = [*how.names] if how else _block_names(config, module, where)
+        checks.check_useful_cut(module, how.names)
     kind, shape = samples.kind_and_shape(config, module)
     experts, choices = own_experts.watched(module)
-    blocks, boundary, output = _computed(device, config, vocab, module, names, how)
+    blocks, boundary, output = _computed(device, config, vocab, module, how)
     is_small = sum(block.num_parameters for block in blocks) <= CHECKED_PARAMETERS
-    if patterns and is_small and not how:
-        checks.check_chain(config, vocab, names, kind, shape)
     heads = samples.positive_attribute(module, "heads")
     if device and heads % (config.tp or 1) == 0:  # else the tensor strategy refuses, with the nearest legal degrees
         checks.check_split(device, config, vocab, kind, shape)
@@ -102,24 +97,24 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
         experts=experts,
         router=own_experts.router_spec(choices),
     )
-    if how and (device or is_small):
+    if how is not WHOLE and (device or is_small):
         checks.check_cuts(config, spec, "cpu" if is_small else device)
     return spec
 
 
-def _follow_precision(module: nn.Module, config: Config, device: str) -> None:
-    """Give the module the layer roles and the compute dtype of the run, so that what its forward widens is measured:
+def _built(device: str, config: Config, vocab: int) -> nn.Module:
+    """The module with the layer roles and the compute dtype of the run, so that what its forward widens is measured:
     not on a CPU, which may lack operations in 16 bit."""
     compute: torch.dtype = getattr(torch, TABLE[config.precision.name].compute)
     dtype = compute if device != "cpu" and compute != torch.float64 else torch.float32
-    source.apply_roles(module, config, dtype)
+    module = source.build_with_roles(config, vocab, device or "meta", dtype).eval()
     for part in module.modules():
         network.compute_in(part, dtype)
-    module.to(dtype)
+    return module.to(dtype)
 
 
 def _computed(
-    device: str, config: Config, vocab: int, module: nn.Module, names: list[str], how: OwnForward | None
+    device: str, config: Config, vocab: int, module: nn.Module, how: OwnForward
 ) -> tuple[tuple[BlockSpec, ...], Sizes, Sizes]:
     """(blocks, boundary shape, output shape), measured on `device`, or estimated without one."""
     kind, shape = samples.kind_and_shape(config, module)
@@ -130,14 +125,11 @@ def _computed(
         if config.dataset.pack:
             documents = DocumentBounds([shape[:1]], torch.zeros(1, shape[0], dtype=torch.int64, device=device))
         with packed.scope(documents):
-            blocks, boundary, output = _measure(module, names, batch, width, how)
+            blocks, boundary, output = _measure(module, how, batch, width)
             if config.tp != 1 and not config.model.loss:
-                with torch.device(device):
-                    halved = source.build(config, vocab).eval()
-                    _follow_precision(halved, config, device)
-                blocks = _with_replicated(blocks, halved, names, batch, width, how)
+                blocks = _with_replicated(blocks, _built(device, config, vocab), how, batch, width)
     else:
-        blocks, boundary, output = _estimate(module, names, kind, shape, vocab)
+        blocks, boundary, output = _estimate(module, how, kind, shape, vocab)
     if config.model.loss:
         return blocks, (1,), (1, vocab)
     builder = source.builder_of(config)
@@ -147,17 +139,6 @@ def _computed(
     return blocks, boundary, output
 
 
-def _block_names(config: Config, module: nn.Module, where: str) -> list[str]:
-    """The names of the blocks, in order; one empty name for the whole module. Raises ConfigError for a useless cut."""
-    patterns = config.model.blocks
-    if config.model.loss and patterns:
-        raise undefined("model.loss calls the whole module, and model.blocks divides it", "leave model.blocks out")
-    names = network.block_names(module, patterns, where) or [""]
-    if (config.pp or 1) > 1:
-        checks.check_useful_cut(module, names)
-    return names
-
-
 def _check_output(builder: Any, where: str, output: Sizes, vocab: int) -> None:
     if len(output) < 2 or output[-1] < vocab:
         needed = f"logits (1, [seq,] vocab) with vocab >= {vocab} are needed"
@@ -165,20 +146,13 @@ def _check_output(builder: Any, where: str, output: Sizes, vocab: int) -> None:
         raise ConfigError(Problem(message, builder.KEY, builder.VOCAB_FIX, kind="arithmetic"))
 
 
-def _measure(
-    module: nn.Module, names: list[str], batch: Any, width: int, how: OwnForward | None
-) -> tuple[tuple[BlockSpec, ...], Sizes, Sizes]:
-    """(blocks with FLOPs and saved elements of `width` bytes, boundary shape, output shape), all of one sample.
-
-    how: the blocks are called by the module's own forward; None: one after the other.
-    """
+def _measure(module: nn.Module, how: OwnForward, batch: Any, width: int) -> tuple[tuple[BlockSpec, ...], Sizes, Sizes]:
+    """(blocks with FLOPs and saved elements of `width` bytes, boundary shape, output shape), all of one sample."""
     network.let_gradients_through(module)  # plans that need it keep the most activations
     dtype = next(module.parameters()).dtype
-    measured = {name: BlockMeasure(module.get_submodule(name), batch, dtype) for name in names}
+    measured = {name: BlockMeasure(module.get_submodule(name), batch, dtype) for name in how.names}
     with torch_private.fused_on_meta():
-        x = batch
-        for name in [""] if how else names:
-            x = call(name or "module", module.get_submodule(name), x)
+        x = call("module", module, batch)
     listed: set[int] = set()
     blocks = []
     each = 1 / (len(batch) if isinstance(batch, LossBatch) else 1)  # the part of one sample
@@ -189,31 +163,25 @@ def _measure(
                 _full(name), MEASURED, specs, each * measure.flops(), each * measure.saved_elements(width),
                 saves_after_sum=measure.saved.after_sum, convolution_flops=each * measure.flops("conv"),
                 attention_flops=each * measure.flops("bmm", "attention"),
-                follows=how is not None and name in how.followers,
+                follows=name in how.followers,
                 num_outputs=measure.num_outputs,
             )
         )  # fmt: skip
-    followers = how.followers if how else frozenset()
-    sent = {name: measured[name].shape for name, later in pairwise(names) if later not in followers}
-    first, shape = next(iter(sent.items()), (names[0], measured[names[0]].shape))
+    sent = {name: measured[name].shape for name, later in pairwise(how.names) if later not in how.followers}
+    first, shape = next(iter(sent.items()), ("", measured[how.names[0]].shape))
     for name, boundary in sent.items():
         if boundary != shape or not boundary:
             given = f"block {first} gives {shape}"
             raise undefined(f"block {name} gives {boundary} per sample, {given}: stages pass one shape")
     missing = [name for name, parameter in module.named_parameters() if id(parameter) not in listed]
     if missing:
-        message = f"parameter {missing[0]} belongs to none of the blocks {', '.join(names)}"
+        message = f"parameter {missing[0]} belongs to none of the blocks {', '.join(how.names)}"
         raise undefined(message, network.suggested_blocks(module))
     return tuple(blocks), shape, tuple(x.shape)
 
 
 def _with_replicated(
-    blocks: tuple[BlockSpec, ...],
-    halved: nn.Module,
-    names: list[str],
-    batch: Tensor,
-    width: int,
-    how: OwnForward | None,
+    blocks: tuple[BlockSpec, ...], halved: nn.Module, how: OwnForward, batch: Any, width: int
 ) -> tuple[BlockSpec, ...]:
     """`blocks` with the elements that every tensor-parallel rank saves, by a measurement of `halved`, the whole module,
     as one of two ranks has it; without them if it cannot be split so."""
@@ -221,7 +189,7 @@ def _with_replicated(
     if not roles & set(checks.SPLIT_ROLES) or not all(checks.divide(part, 2) for part in halved.modules()):
         return blocks
     try:
-        halves, _, _ = _measure(halved, names, batch, width, how)
+        halves, _, _ = _measure(halved, how, batch, width)
     except ConfigError:
         return blocks
     saved = [(block.saved_elements or 0.0, half.saved_elements or 0.0) for block, half in zip(blocks, halves)]
@@ -231,13 +199,13 @@ def _with_replicated(
 
 
 def _estimate(
-    module: nn.Module, names: list[str], kind: str, shape: Sizes, vocab: int
+    module: nn.Module, how: OwnForward, kind: str, shape: Sizes, vocab: int
 ) -> tuple[tuple[BlockSpec, ...], Sizes, Sizes]:
     """As `_measure`, without a run: each parameter is multiplied by each position; what is saved is not known."""
     listed: set[int] = set()
     positions = shape[0] if kind == "tokens" else 1
     blocks = []
-    for name in names:
+    for name in how.names:
         parts = tuple(_layers(module, name, listed, {}))
         numel = sum(parameter.numel for layer in parts for parameter in layer.parameters)
         blocks.append(BlockSpec(_full(name), MEASURED, parts, 2.0 * positions * numel, 0.0))

@@ -1,4 +1,4 @@
-"""A user's module as a Network: one block, or the chain of the blocks that the user names."""
+"""A user's module as a Network: one block, or the blocks that the user names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from parallelrun.models import layers
 from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.module import source
 from parallelrun.models.module.double import stay_double
-from parallelrun.models.module.own_forward import ROOT, OwnForward, OwnForwardNetwork
+from parallelrun.models.module.outputs import undefined
+from parallelrun.models.module.own_forward import ROOT, WHOLE, OwnForward, OwnForwardNetwork
 from parallelrun.models.module.own_loss import OwnLoss
 from parallelrun.models.network import Network, allocate, store
 from parallelrun.models.rounding import rounded
@@ -44,8 +45,8 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
     loss = OwnLoss() if config.model.loss else layers.TokenLoss(config.model.label_smoothing)
     how = own_forward(config, module)
     if dtype == torch.float64:
-        stay_double(module, [""] if how else block_names(module, config.model.blocks, "") or [""])
-    if how:
+        stay_double(module)
+    if how is not WHOLE:
         network: Network = OwnForwardNetwork(spec, loss, module, how)
     else:
         network = Network(spec, loss)
@@ -67,14 +68,16 @@ def own_values(config: Config, vocab: int) -> dict[str, Tensor]:
     return {f"{ROOT}.{name}": parameter.detach() for name, parameter in module.named_parameters()}
 
 
-def own_forward(config: Config, module: nn.Module) -> OwnForward | None:
-    """How the module's own forward is divided; None if forward is a chain of `model.blocks`. Raises ConfigError."""
+def own_forward(config: Config, module: nn.Module) -> OwnForward:
+    """How the module's own forward is divided. Raises ConfigError."""
     builder = source.builder_of(config)
     patterns, blocks = builder.cut(config, module)
-    if not patterns:
-        return None
-    if not blocks:
+    if patterns and not blocks:
         raise ConfigError(Problem("model.before needs model.blocks", "model.blocks", suggested_blocks(module)))
+    if not blocks:
+        return WHOLE
+    if config.model.loss:
+        raise undefined("model.loss calls the whole module, and model.blocks divides it", "leave model.blocks out")
     where = builder.title(config)
     before = block_names(module, patterns, where, "model.before")
     cut = block_names(module, blocks, where)

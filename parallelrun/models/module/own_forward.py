@@ -41,6 +41,9 @@ class OwnForward:
     followers: frozenset[str]
 
 
+WHOLE = OwnForward(("",), (), frozenset())  # one block: the module
+
+
 class AbsentTensor(Tensor):
     """What another stage has computed, or reads: it has a shape, and no values. What a stage computes from it is
     absent too, so that it cannot pass for a result."""

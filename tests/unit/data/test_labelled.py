@@ -72,8 +72,6 @@ def test_what_is_no_labelled_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(EnvironmentProblem, match=r"no \.jsonl file"):
         open_dataset(config(tmp_path / "a.txt"), SPEC)
-    with pytest.raises(ConfigError, match=r"dataset\.cache"):
-        open_dataset(config(tmp_path / "a.txt", dataset__cache="x"), SPEC)
     big = ModelSpec("hf", "tokens", (), (12,), (12, 8), 1, 2, seq=12, text=TextSamples(LABELLED, 100, 99))
     with pytest.raises(ConfigError, match="not below the model's 100"):
         open_dataset(config(tmp_path / "b.jsonl", ROWS), big)

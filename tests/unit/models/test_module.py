@@ -169,8 +169,16 @@ def test_features_need_no_embedding() -> None:
         ),
         ({"pp": 2}, "model.blocks", "pp=2 cuts between blocks"),
         ({"model__blocks": ["embed", "blocks.*"]}, "model.blocks", "called 'blocks.*'"),
-        ({"model__blocks": ["embed", "layers.0", "head"]}, "model.blocks", "layers.1.norm1.weight belongs to none"),
-        ({"model__blocks": ["embed", "layers.1", "layers.0", "head"]}, "model.blocks", "do not compute what"),
+        (
+            {"model__blocks": ["embed", "layers.0", "head"]},
+            "model.blocks",
+            "block head gives (8, 32) per sample, block embed gives (8, 16)",
+        ),
+        (
+            {"model__blocks": ["embed", "layers.1", "layers.0", "head"]},
+            "model.blocks",
+            "does not call module.layers.1 behind",
+        ),
         ({"model__roles": {"layers.*.fc3": "row_parallel"}}, "model.roles", "called 'layers.*.fc3'"),
         ({"model__roles": {"layers.*.fc1": "colums"}}, "model.roles", "'colums' (of layers.0.fc1) is no layer role"),
         (
