@@ -156,7 +156,7 @@ def num_data_ranks(plan: Plan) -> int:
 def replica_axis(layout: Layout, plan: Plan) -> str:
     """The axis over which a parameter is replicated and its gradients are summed: `expert_dp` for experts sharded over
     `plan.data_axis`, else that. Gradients need no division: losses are sums, scaled by the global count before."""
-    return EXPERT + DP if plan.expert and num_data_ranks(plan) > 1 and EP in layout.axes else plan.data_axis
+    return EXPERT + DP if plan.expert and EP in layout.axes and num_data_ranks(plan) > 1 else plan.data_axis
 
 
 def axis_views(plan: Plan) -> dict[str, str]:
