@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 
@@ -36,7 +37,7 @@ class Layout:
         """The layout of a tensor of which every rank has a full copy."""
         return Layout(((),) * num_dims)
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """Every axis that shards the tensor."""
         return tuple(axis for dim in self.dims for axis in dim)
@@ -64,8 +65,15 @@ class Layout:
     def local_shape(
         self, shape: tuple[int, ...], sizes: Mapping[str, int], coordinate: Mapping[str, int]
     ) -> tuple[int, ...]:
-        """Shape of the part held at `coordinate`."""
-        return tuple(stop - start for start, stop in self.ranges(shape, sizes, coordinate))
+        """Shape of the part held at `coordinate`: the lengths of `ranges`."""
+        assert len(shape) == len(self.dims), f"{shape} has another number of dims than {self.dims}"
+        lengths = []
+        for length, axes in zip(shape, self.dims):
+            for axis in axes:
+                size = -(-length // sizes.get(axis, 1))
+                length = max(0, min(size, length - size * coordinate.get(axis, 0)))
+            lengths.append(length)
+        return tuple(lengths)
 
     def edges(self, shape: tuple[int, ...], sizes: Mapping[str, int], axis: str) -> set[int]:
         """The coordinates of `axis` at which the part's shape may differ from the one before: where whole chunks end,

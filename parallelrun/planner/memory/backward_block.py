@@ -39,6 +39,19 @@ class BackwardBlock:
             remaining -= layer.kept
         return self.again + most
 
+    def least_bytes(self, plan: Plan) -> int:
+        """A lower bound of `working_bytes`: with every weight's gradient in the compute dtype alone, the least that any
+        data strategy needs."""
+        stored, compute = BYTES[plan.precision.stored], BYTES[plan.precision.compute]
+        if stored == compute:
+            return self.working_bytes(accumulates=False)
+        most, freed = self.forward, 0
+        for layer in reversed(self.passes):
+            weights = max(layer.scratch, layer.weights * compute // stored)
+            most = max(most, layer.arriving + layer.giving + weights - freed)
+            freed += layer.kept
+        return self.again + most
+
 
 def backward_blocks(names: Iterable[str], plan: Plan) -> list[BackwardBlock]:
     alike, rounded = plan.spec.first_alike, keeps_rounded(plan)
@@ -76,18 +89,6 @@ def backward_block(name: str, plan: Plan, rounded: bool) -> BackwardBlock:
     is_last, dtypes = name == plan.spec.blocks[-1].name, block_dtypes(name, plan)
     key = "backward block", plan.spec.first_alike[name], is_last, plan.recompute, rounded, dtypes
     return once(plan.blocks_cache, key, compute)
-
-
-def with_rounded_gradients(block: BackwardBlock, plan: Plan) -> BackwardBlock:
-    """The block with every weight's gradient in the compute dtype alone: the least that any data strategy needs."""
-    stored, compute = BYTES[plan.precision.stored], BYTES[plan.precision.compute]
-    if stored == compute:
-        return block
-    passes = [(layer, layer.weights * compute // stored) for layer in block.passes]
-    changed = tuple(
-        replace(layer, weights=weights, scratch=max(0, layer.scratch - weights)) for layer, weights in passes
-    )
-    return replace(block, passes=changed)
 
 
 def _with_rounded(passes: tuple[LayerBackward, ...], rounded: int) -> tuple[LayerBackward, ...]:

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import DataStrategyConfig
 from parallelrun.planner.contract.caching import once_for
-from parallelrun.planner.contract.classes import data_strategy
+from parallelrun.planner.contract.classes import data_strategy, pipeline_schedule, tensor_strategy
 from parallelrun.planner.contract.data_strategy import DataStrategy
 from parallelrun.planner.contract.memory import Memory
 from parallelrun.planner.contract.parameters import block_layouts
 from parallelrun.planner.contract.plan import BatchSizes, Plan, Stage, once
 from parallelrun.planner.memory import device_memory
-from parallelrun.planner.memory.backward_block import backward_block, with_rounded_gradients
+from parallelrun.planner.memory.backward_block import backward_block
 from parallelrun.planner.model.model_spec import BlockSpec
 from parallelrun.planner.pieces import context_axes
 from parallelrun.planner.predict import cluster_cost, prediction
 from parallelrun.planner.predict.step_time.step import StepModel, why_unknown
+from parallelrun.planner.resolve.draft import REFERENCE_SCHEDULE
 from parallelrun.planner.search.legal import OF_STAGES, Legal, LegalGroup, tensor_of
 
 
@@ -80,6 +82,15 @@ class Bounds:
             return 0.0, 0.0, 0.0
         return sum(time.forward.values()), sum(time.backward.values()), sum(time.again.values())
 
+    def with_plain_schedule(self, group: LegalGroup) -> LegalGroup:
+        """The group for bounds of one block: with a backward pass that is not split, which takes no longer and keeps as
+        much. Over a grid it may keep more (`traffic.overlaps`)."""
+        if not (group.schedule.splits_backward and tensor_strategy(group.tensor.kind).is_one_dimensional):
+            return group
+        change = partial(replace, group.pipeline, kind=REFERENCE_SCHEDULE, virtual_stages=None)
+        pipeline = once(self._cache, ("plain", id(group.pipeline)), change)
+        return group._replace(pipeline=pipeline, schedule=pipeline_schedule(REFERENCE_SCHEDULE))
+
     def _number(self, stage: Stage) -> int:
         alike = self._legal.spec.first_alike
         return sum(alike[name] == self._commonest for name in stage.blocks)
@@ -111,13 +122,12 @@ class Bounds:
 
         def compute() -> tuple[int, int]:
             plan = self._plan(group, micro_batch, recompute)
-            blocks = [backward_block(self._commonest, plan, rounded) for rounded in (False, True)]  # by data strategy
-            blocks += [with_rounded_gradients(block, plan) for block in blocks]
-            least = min(block.working_bytes(False) for block in blocks)
-            return blocks[0].kept, 0 if group.schedule.splits_backward else least
+            rounds = (False, True) if recompute == "full" else (False,)  # by data strategy
+            blocks = [backward_block(self._commonest, plan, rounded) for rounded in rounds]
+            least = 0 if group.schedule.splits_backward else min(block.least_bytes(plan) for block in blocks)
+            return blocks[0].kept, least
 
-        key = "kept", tensor_of(group), micro_batch, recompute
-        saved: tuple[int, int] = once(self._cache, key, compute)
+        saved: tuple[int, int] = once(self._cache, ("kept", tensor_of(group), micro_batch, recompute), compute)
         return saved
 
     def _plan(self, group: LegalGroup, micro_batch: int, recompute: str) -> Plan:

@@ -11,6 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -36,10 +37,10 @@ from parallelrun.planner.search.result import MEMORY, Found, Removed, Search
 from parallelrun.planner.search.space import Space
 
 MOST_COUNTED = 400  # plans whose memory and time are computed in full, to count them
+MOST_BOUNDED = 20_000  # legal plans whose memory is bounded, to know whether they are so few
 MOST_NEAR = 40  # plans that do not fit whose time is computed, the lightest first
 MOST_RANKED = 100  # faster plans that are priced beyond those to show, to count them, where a plan is to be ranked
 LONG_SEQ = 2**14  # tokens of a sequence from which context parallelism is as plain as another axis
-MOST_SIFTED = 2000  # candidates up to which that includes those whose bounds say at once that they do not fit
 
 
 Leaf = tuple[CandidateRow, DataStrategyConfig]
@@ -54,6 +55,19 @@ class _Waiting(NamedTuple):
     time: StepTime | None = None
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection, which takes a fifth of a search: millions of small tuples, and no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_uncollected()
 def search(
     config: Config,
     user_keys: frozenset[str],
@@ -73,25 +87,11 @@ def search(
     with the fastest, that with the fewest axes is first. Raises ConfigError where no plan can be listed: an unknown
     model or a bad value.
     """
-    with _uncollected():
-        space = Space(with_precision(config, gpus)[0], user_keys, world)
-        legal = Legal(space, _spec(space), device_of(config, gpus))
-        searched = _Searched(legal, space.base.cluster, keep, most_counted, simplest)
-        searched.find(against if keep > 1 else None)
-        return searched.result(against)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collection, which takes a fifth of a search (of 62,000 plans 1 s of CPU time more): millions of
-    small tuples, and no cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    space = Space(with_precision(config, gpus)[0], user_keys, world)
+    legal = Legal(space, _spec(space), device_of(config, gpus))
+    searched = _Searched(legal, space.base.cluster, keep, most_counted, simplest)
+    searched.find(against if keep > 1 else None)
+    return searched.result(against)
 
 
 def _spec(space: Space) -> ModelSpec:
@@ -115,12 +115,13 @@ class _Searched:
         self.limit = most_bytes(cluster)
         self.first_pass = FirstPass(legal, Bounds(legal, cluster, self.times), self.limit)
         self.heavy: list[tuple[int, CandidateRow, DataStrategyConfig]] = []  # bytes at least: they do not fit
-        self._keep, self.fitting = keep, Kept(keep, self._complexity if simplest else None)
+        self.num_heavy = 0  # plans that do not fit, of those that were looked at
+        self._keep, self.fitting = keep, Kept(keep, partial(_complexity, legal.spec.seq) if simplest else None)
         self.unfit: list[Found] = []
         self.unpriced: list[Found] = []
         self.num_unpriced: Counter[str] = Counter()
-        self.is_counted = self.first_pass.may_fit <= most_counted
-        self.is_sifted = self.first_pass.considered <= MOST_SIFTED
+        is_small = self.first_pass.considered <= MOST_BOUNDED
+        self.is_counted = is_small and self.first_pass.may_fit <= most_counted
 
     def find(self, against: float | None = None) -> None:
         """Price candidates, the ones with the least bound first, until those in front are the best. against: and
@@ -133,28 +134,25 @@ class _Searched:
                 self.fitting.add(leaf[0].shape, time.step_s, priced)
             else:
                 self.unfit.append(priced)
-
-    def _complexity(self, shape: tuple[Any, ...]) -> tuple[bool, int]:
-        """Whether sequences are split that need not be, then the number of axes."""
-        *degrees, _ = shape
-        return shape[2] > 1 and self.legal.spec.seq < LONG_SEQ, sum(degree > 1 for degree in degrees)
+                self.num_heavy += 1
 
     def _leaves_all(self) -> bool:
         """Whether no plan can be priced, for a reason that does not depend on the plan."""
-        row = next((row for row in self.first_pass.rows if row.fitting), None)
-        if row is None or not why_unknown(plan := self._plan(row, row.datas[0][1]), self.cluster):
+        first, rows = self.first_pass, self.first_pass.rows
+        if not rows or not why_unknown(self._plan(rows[0], rows[0].group.datas[0]), self.cluster):
             return False
-        self._leave(plan, (row, row.datas[0][1]))
-        self.num_unpriced[why_unknown(plan, self.cluster)] = self.first_pass.may_fit
+        leaf = next(((row, memory.datas[0][1]) for row in rows if (memory := first.memory(row)).fitting), None)
+        if leaf is None or not why_unknown(plan := self._plan(*leaf), self.cluster):
+            return False
+        self._leave(plan, leaf)
+        self.num_unpriced[why_unknown(plan, self.cluster)] = first.may_fit
+        self.num_heavy = first.considered - first.may_fit
         return True
 
     def _priced(self, against: float) -> Iterator[tuple[Plan, Leaf, StepTime]]:
         """The candidates that may fit and be kept, the fastest first."""
         number = count()
-        heap: list[tuple[float, int, _Waiting]] = []
-        for row in self.first_pass.rows:
-            if row.fitting:
-                heap.append((row.least_s, next(number), _Waiting(row)))
+        heap = [(row.least_s, next(number), _Waiting(row)) for row in self.first_pass.rows]
         heapq.heapify(heap)
         while heap:
             least, _, waiting = heapq.heappop(heap)
@@ -173,19 +171,27 @@ class _Searched:
         """Return the entries that replace `waiting` in the queue, with closer bounds: the candidates of a row,
         or the same candidate with its data communication or its time."""
         row, data = waiting.row, waiting.data
+        if row.is_rough:
+            closer = self.first_pass.closer(row)
+            return [(closer.least_s, _Waiting(closer))]
         if data is None:
             entries: list[tuple[float, _Waiting]] = []
             bounds: dict[bool, float] = {}  # by whether weights are sharded: else a schedule takes equally long
-            for _, data in row.datas[: row.fitting]:
+            datas, fitting, kept = self.first_pass.memory(row)
+            self.num_heavy += len(row.group.datas) - fitting
+            for _, data in datas[:fitting]:
                 shards = data_strategy(data.kind).shards_weights
                 if shards not in bounds:
                     bounds[shards] = self.times.least_s(self._plan(row, data)) or 0.0
                 entries.append((bounds[shards], _Waiting(row, data)))
-            if not self.is_sifted:
-                self.heavy += [(held + row.kept, row, data) for held, data in row.datas[row.fitting :]]
+            if fitting and not self.first_pass.is_sifted:
+                self.heavy += [(held + kept, row, data) for held, data in datas[fitting:]]
             return entries
         plan = self._plan(row, data)
-        if not (self._is_light if waiting.is_bounded else self._may_fit)(row, data, plan):
+        least = prediction.least_bytes(plan, self.limit) if waiting.is_bounded else self._least_bytes(row, plan)
+        if least > self.limit:
+            self.num_heavy += 1
+            self.heavy.append((least, row, data))
             return []
         time = self.times.step_time(plan, least=not waiting.is_bounded)
         if time is None:
@@ -193,23 +199,10 @@ class _Searched:
             return []
         return [(time.step_s, _Waiting(row, data, True, time if waiting.is_bounded else None))]
 
-    def _may_fit(self, row: CandidateRow, data: DataStrategyConfig, plan: Plan) -> bool:
-        least = self._least_bytes(row, plan)
-        if least > self.limit:
-            self.heavy.append((least, row, data))
-        return least <= self.limit
-
-    def _is_light(self, row: CandidateRow, data: DataStrategyConfig, plan: Plan) -> bool:
-        """Whether a lower bound of the memory of every pp rank fits."""
-        least = prediction.least_bytes(plan, self.limit)
-        if least > self.limit:
-            self.heavy.append((least, row, data))
-        return least <= self.limit
-
     def _least_bytes(self, row: CandidateRow, plan: Plan) -> int:
         """A lower bound of memory, with all that the fullest pp rank holds throughout a step."""
         rank = plan.mesh.rank(pp=self.first_pass.bounds.fullest(row.group)[0])
-        return sum(prediction.held_bytes(plan, plan.mesh.coordinate(rank))) + row.kept
+        return sum(prediction.held_bytes(plan, plan.mesh.coordinate(rank))) + self.first_pass.memory(row).kept
 
     def _plan(self, row: CandidateRow, data: DataStrategyConfig) -> Plan:
         return self.legal.plan(row.group, row.micro_batch, row.recompute, data)
@@ -239,9 +232,10 @@ class _Searched:
         faster = [unfit for unfit in self.unfit if unfit.time and unfit.time.step_s < limit]
         nearest = min(faster, key=lambda unfit: unfit.heaviest_bytes, default=None)
         heavy = [(size, number, row, data, False) for number, (size, row, data) in enumerate(self.heavy)]
-        for row in self.first_pass.rows if self.is_sifted else ():
-            for held, data in row.datas[row.fitting :]:
-                heavy.append((held + row.kept, len(heavy), row, data, False))
+        for row in self.first_pass.rows if self.first_pass.is_sifted else ():
+            datas, fitting, kept = self.first_pass.memory(row)
+            for held, data in datas[fitting:]:
+                heavy.append((held + kept, len(heavy), row, data, False))
         heapq.heapify(heavy)
         left = MOST_NEAR
         while heavy and left > 0 and not (nearest and heavy[0][0] >= nearest.heaviest_bytes):
@@ -266,7 +260,8 @@ class _Searched:
     def result(self, against: float | None) -> Search:
         ordered, best = self.fitting.all, tuple(self.fitting.chosen())
         examples, space, considered = self.legal.examples, self.legal.space, self.first_pass.considered
-        fitting = len(ordered) + sum(self.num_unpriced.values()) if self.is_counted else self.first_pass.may_fit
+        fitting = considered - self.num_heavy
+        is_counted = fitting == len(ordered) + sum(self.num_unpriced.values())
         removed = [
             Removed(rule, number, examples[rule].what, examples[rule].suggestion)
             for rule, number in self.legal.removed.items()
@@ -277,17 +272,22 @@ class _Searched:
         return Search(
             space.world, space.global_batch, considered, fitting, best, nearest,
             tuple(self.unpriced), dict(self.num_unpriced), tuple(sorted(removed, key=lambda rule: -rule.candidates)),
-            self._rank(ordered, against), self.is_counted, len(ordered),
+            self._rank(ordered, against, is_counted), is_counted, len(ordered),
         )  # fmt: skip
 
-    def _rank(self, ordered: Sequence[Found], against: float | None) -> tuple[int, int] | None:
+    def _rank(self, ordered: Sequence[Found], against: float | None, is_counted: bool) -> tuple[int, int] | None:
         """(the best rank that is possible, the worst)."""
         if against is None:
             return None
         num_faster = 1 + sum(plan.time.step_s < against for plan in ordered if plan.time)
-        if self.is_counted:
+        if is_counted:
             return num_faster, num_faster
-        may_be_faster = sum(row.fitting for row in self.first_pass.rows if row.least_s < against)
-        return num_faster, max(
-            num_faster, min(1 + may_be_faster, self.first_pass.may_fit)
-        )  # one of those that fit, if it does
+        rows = [row for row in self.first_pass.rows if row.least_s < against]
+        may_be_faster = sum(self.first_pass.memory(row).fitting for row in rows)
+        return num_faster, max(num_faster, min(1 + may_be_faster, self.first_pass.considered - self.num_heavy))
+
+
+def _complexity(seq: int, shape: tuple[Any, ...]) -> tuple[bool, int]:
+    """Whether sequences of `seq` tokens are split that need not be, then the number of axes."""
+    *degrees, _ = shape
+    return shape[2] > 1 and seq < LONG_SEQ, sum(degree > 1 for degree in degrees)

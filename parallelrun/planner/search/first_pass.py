@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import NamedTuple
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from parallelrun.config.schema.run_schema import DataStrategyConfig
+from parallelrun.planner.contract.plan import once
 from parallelrun.planner.search.bounds import Bounds
 from parallelrun.planner.search.legal import Legal, LegalGroup
 
+MOST_SIFTED = 2000  # candidates up to which bounds are computed of those, too, that need too much memory for certain
+
 
 class CandidateRow(NamedTuple):
-    """Candidates that differ in the data strategy alone. datas: with the bytes that the fullest pp rank holds at least,
-    the least first. fitting: how many of them may fit. least_s: a lower bound of a step. kept: bytes for backward, or
-    fewer; 0 where none can fit."""
+    """Candidates that differ in the data strategy alone. least_s: a lower bound of a step. is_rough: it is that of a
+    schedule that does not split backward, and `FirstPass.closer` gives a closer one."""
 
     group: LegalGroup
     micro_batch: int
     recompute: str
-    datas: tuple[tuple[int, DataStrategyConfig], ...]
-    fitting: int
-    kept: int
-    least_s: float = 0.0
+    least_s: float
+    is_rough: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, str]:
@@ -30,46 +32,65 @@ class CandidateRow(NamedTuple):
         return group.pp, group.dp, group.cp, group.tp, group.ep, group.tensor.kind
 
 
+class RowMemory(NamedTuple):
+    """Lower bounds of the memory of a row. datas: data strategies with the bytes that the fullest pp rank holds at
+    least, the least first; none where `kept` alone does not fit and the space is large. fitting: how many of them may
+    fit. kept: bytes for backward."""
+
+    datas: tuple[tuple[int, DataStrategyConfig], ...]
+    fitting: int
+    kept: int
+
+
 class FirstPass:
-    """The rows of a space. limit: the most bytes that fit a device. considered, may_fit: legal candidates, and those
-    whose lower bound of memory fits."""
+    """The rows of a space. limit: the most bytes that fit a device. considered: the legal candidates."""
 
     def __init__(self, legal: Legal, bounds: Bounds, limit: float):
         self._legal, self.bounds, self._limit = legal, bounds, limit
         self._recomputes = legal.space.recomputes()
-        self.considered = self.may_fit = 0
-        self.rows: list[CandidateRow] = []
-        for group in legal.groups():
-            self._add(group)
+        self._held: dict[object, Any] = {}
+        self.considered = 0
+        self.rows = [row for group in legal.groups() for row in self._rows(group)]
+        self.is_sifted = self.considered <= MOST_SIFTED
 
-    def _add(self, group: LegalGroup) -> None:
-        bounds = self.bounds
+    def _rows(self, group: LegalGroup) -> Iterator[CandidateRow]:
         self.considered += len(group.datas) * len(group.micro_batches) * len(self._recomputes)
-        samples = self._legal.space.global_batch // group.dp
-        by_rounds: dict[bool, tuple[tuple[int, DataStrategyConfig], ...]] = {}
+        plain = self.bounds.with_plain_schedule(group)
         for size in group.micro_batches:
-            several = samples > size
-            if several not in by_rounds:
-                every = ((bounds.held_bytes(group, data, several), data) for data in group.datas)
-                by_rounds[several] = tuple(sorted(every, key=lambda item: item[0]))
-            held = by_rounds[several]
-            sizes = [data for data, _ in held]
-            flight, seconds = bounds.in_flight(group, size), None
-            for recompute in self._recomputes:
-                saved, fitting, least = 0, 0, 0.0
-                if sizes[0] <= self._limit:
-                    each, beside = bounds.kept_bytes(group, size, recompute)
-                    saved = flight * each + (max(0, beside) if flight else 0)
-                    fitting = bisect_right(sizes, self._limit - saved)
-                if fitting:
-                    seconds = seconds or self._least_s(group, size)
-                    least = seconds[recompute == self._recomputes[-1]]
-                self.rows.append(CandidateRow(group, size, recompute, held, fitting, saved, least))
-                self.may_fit += fitting
+            for recompute, least_s in zip(self._recomputes, self._least_s(group, plain, size)):
+                yield CandidateRow(group, size, recompute, least_s, plain is not group)
 
-    def _least_s(self, group: LegalGroup, micro_batch: int) -> tuple[float, float]:
-        """Lower bounds of a step: with the blocks that repeat least, and with those that repeat most."""
-        forward, backward, again = self.bounds.seconds(group, micro_batch)
+    def closer(self, row: CandidateRow) -> CandidateRow:
+        """The row with a bound that is of its own schedule."""
+        least_s = self._least_s(row.group, row.group, row.micro_batch)[self._recomputes.index(row.recompute)]
+        return row._replace(least_s=max(row.least_s, least_s), is_rough=False)
+
+    @cached_property
+    def may_fit(self) -> int:
+        """The candidates whose lower bound of memory fits."""
+        return sum(self.memory(row).fitting for row in self.rows)
+
+    def memory(self, row: CandidateRow) -> RowMemory:
+        """Bound the memory of a row."""
+        bounds, (group, size, recompute, *_) = self.bounds, row
+        several = self._legal.space.global_batch // group.dp > size
+
+        def held() -> tuple[tuple[int, DataStrategyConfig], ...]:
+            every = ((bounds.held_bytes(group, data, several), data) for data in group.datas)
+            return tuple(sorted(every, key=lambda item: item[0]))
+
+        flight, kept, plain = bounds.in_flight(group, size), 0, bounds.with_plain_schedule(group)
+        for alike in ((plain,) if plain is group else (plain, group)) if flight else ():
+            each, beside = bounds.kept_bytes(alike, size, recompute)
+            kept = flight * each + (0 if group.schedule.splits_backward else max(0, beside))
+            if kept > self._limit and not self.is_sifted:
+                return RowMemory((), 0, kept)
+        datas = once(self._held, (id(group), several), held)
+        return RowMemory(datas, bisect_right(datas, self._limit - kept, key=lambda item: item[0]), kept)
+
+    def _least_s(self, group: LegalGroup, alike: LegalGroup, micro_batch: int) -> list[float]:
+        """Lower bounds of a step by recomputation, with the blocks of `alike`."""
+        forward, backward, again = self.bounds.seconds(alike, micro_batch)
         microbatches, paths = self._legal.space.global_batch // group.dp // micro_batch, self.bounds.paths(group)
 
         def of(backward: float) -> float:
@@ -78,4 +99,4 @@ class FirstPass:
                 for head, work, tail in paths
             )
 
-        return of(backward), of(backward + again)
+        return [of(backward)] * (len(self._recomputes) - 1) + [of(backward + again)]  # the last repeats most

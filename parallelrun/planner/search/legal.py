@@ -94,7 +94,7 @@ class Legal:
         self.removed: Counter[str] = Counter()
         self.examples: dict[str, Problem] = {}
         self._cache: dict[object, Any] = {}
-        self._tensors, self._pipelines = cache(space.tensors), cache(self._schedules)
+        self._tensors, self._pipelines = cache(space.tensors), cache(partial(_schedules, space, spec))
         self._cut = cache(partial(partition.cut, spec, space.base))
         self._sections: dict[str, DataStrategyConfig] = {}  # one of all equal ones: its id stands for it
         self._has_sets = any(layer.layer_role == SAMPLE_SET_ROLE for layer in spec.layers())
@@ -109,14 +109,6 @@ class Legal:
                     legal = self._legal(LegalGroup(pp, dp, tp, ep, number, tensor, expert, *pipeline, sizes, datas, cp))
                     if legal is not None:
                         yield legal
-
-    def _schedules(self, pp: int) -> list[tuple[PipelineConfig, type[PipelineSchedule], int]]:
-        """Schedules with their numbers of stages per rank."""
-        schedules = [
-            (section, pipeline_schedule(section.kind if pp > 1 else "none"))
-            for section in self.space.pipelines(pp, self.spec)
-        ]
-        return [(section, schedule, self._virtual_stages(section, schedule, pp)) for section, schedule in schedules]
 
     def plan(self, group: LegalGroup, micro_batch: int, recompute: str, data: DataStrategyConfig) -> Plan:
         """The plan of one candidate of a group. Those that differ in recomputation alone share all but that."""
@@ -285,11 +277,17 @@ class Legal:
         context = context_strategy(self.base.strategy.context.kind) if group.cp > 1 else None
         return StrategyClasses(data_strategy(data), *kinds, expert, context)
 
-    def _virtual_stages(self, pipeline: PipelineConfig, schedule: type[PipelineSchedule], pp: int) -> int:
-        if pp == 1 or not schedule.takes_virtual_stages:
-            return 1
-        default = schedule.default_virtual_stages(pp, partition.num_cuttable(self.spec))
-        return pipeline.virtual_stages or default
+
+def _schedules(space: Space, spec: ModelSpec, pp: int) -> list[tuple[PipelineConfig, type[PipelineSchedule], int]]:
+    """Schedules with their numbers of stages per rank."""
+    schedules = []
+    for section in space.pipelines(pp, spec):
+        schedule, stages = pipeline_schedule(section.kind if pp > 1 else "none"), 1
+        if schedule.takes_virtual_stages:
+            default = schedule.default_virtual_stages(pp, partition.num_cuttable(spec))
+            stages = section.virtual_stages or default
+        schedules.append((section, schedule, stages))
+    return schedules
 
 
 def _distinct(spec: ModelSpec) -> ModelSpec:

@@ -47,8 +47,9 @@ class Search:
     fit, the one that needs least memory. unpriced: the first plan without a time, for each reason, and `num_unpriced`
     by reason. removed: most candidates first. rank: of a plan that takes `against` seconds: 1 + the number of faster
     plans that fit, at least and at most. global_batch: of all plans. is_counted: False in a large space, where
-    `fitting` and the worst rank come from lower bounds (at most so many fit), and `nearest` is one of the plans that
-    were looked at; `priced` of them fit for certain.
+    plans whose lower bounds are too slow are not looked at: then `fitting` counts those, too (at most so many fit), the
+    worst rank comes from bounds, and `nearest` is one of the plans that were looked at. priced: plans that fit and were
+    priced in full.
     """
 
     world: int

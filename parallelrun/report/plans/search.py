@@ -175,12 +175,10 @@ def _searched(result: Search, config: Config) -> str:
     text = f"{counted(result.considered, 'legal plan')} in {config.precision.name}"
     if not config.cluster.memory_gb:
         return text
-    return f"{text}; {_fitting(result)} of them fit the {gib(config.cluster.memory_gb * 1e9)} of a device"
-
-
-def _fitting(result: Search) -> str:
-    """In a large space, most plans are counted by lower bounds of their memory, and some need more."""
-    return f"{result.fitting:,}" if result.is_counted else f"between {result.priced:,} and {result.fitting:,}"
+    fit = f"fit the {gib(config.cluster.memory_gb * 1e9)} of a device"
+    if result.is_counted:
+        return f"{text}; {result.fitting:,} of them {fit}"
+    return f"{text}; bounds of their time and memory rule out all but {result.priced:,}, which {fit}"
 
 
 def _ties(tied: Sequence[bool]) -> list[tuple[str, Text]]:

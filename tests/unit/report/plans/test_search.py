@@ -155,10 +155,10 @@ def test_the_document_has_the_fields_of_the_interface():
     assert document["removed"][0] == {"rule": "memory", "candidates": 377, "example": "pp=1"}
 
 
-def test_plans_that_are_counted_by_lower_bounds_of_memory_lie_between() -> None:
+def test_of_a_large_space_the_plans_that_bounds_leave_are_counted() -> None:
     assert "500 legal plans in bf16; 123 of them fit the 74.5 GiB" in screen()
     bounded = replace(SEARCH, is_counted=False, priced=4)
-    assert "; between 4 and 123 of them fit the 74.5 GiB" in screen(bounded)
+    assert "; bounds of their time and memory rule out all but 4, which fit the 74.5 GiB" in screen(bounded)
     assert report.document(bounded)["fitting_at_least"] == 4 and report.document(SEARCH)["fitting_at_least"] == 123
     (_, rank), *_ = report.rank_rows(bounded, time(products=9.0), "yes")
     assert str(rank).startswith("2 to 3 of at most 123 plans that fit, ")
