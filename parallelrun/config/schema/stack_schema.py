@@ -53,6 +53,7 @@ class StackConfig:
     tensor_overlap: float = key(
         0.0, "part of sequence parallelism's gathers and reduce-scatters that run under products", least=0, most=1
     )
+    # FEPLB (2026), figure 1: with 128 experts on 16 H100, 18.6 % of a layer's time is waiting: 1 / (1 - 0.186) = 1.23.
     expert_imbalance: float = key(1.25, "rows of the busiest rank of ep over the mean", least=1)
     rows_once_a_host: bool = key(False, "a token's row is sent once to each host that has experts of it (DeepEP)")
     expert_overlap: float = key(0.0, "part of the all-to-alls of experts that run under other layers", least=0, most=1)

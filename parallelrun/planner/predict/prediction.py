@@ -153,8 +153,9 @@ def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
 
 def _fp8_bytes(plan: Plan, coordinate: dict[str, int]) -> int:
     """Bytes of weights in fp8, along and across, which the microbatches of a step share; FSDP's follow each gather."""
+    if not plan.precision.others or plan.data.shards_weights:
+        return 0
     roles = ("column_parallel", "row_parallel", "linear", "expert" if plan.stack.fp8 == "all" else "")
-    roles = roles if plan.precision.others and not plan.data.shards_weights else ()
     return sum(
         2 * count * p.layout.local_numel(p.spec.shape, plan.mesh.sizes, coordinate)
         for p, count in distinct_parameters(plan, coordinate["pp"])

@@ -25,7 +25,7 @@ def cost_text(plan: Plan, config: Config, results: Facts) -> str:
     if cost.hardware_flops > cost.model_flops:
         text += f", {flops_text(cost.hardware_flops)} with recompute={plan.recompute}"
     if cost.compute_s is None:
-        return f"{text}\ntime unknown: {not_given(plan, config.cluster)}; try cluster=a100_80gb"
+        return f"{text}\ntime unknown: {not_given(plan, config.cluster)}; try cluster=h100_80gb"
     peak = f"{(cluster_cost.peak_flops(config.cluster, name) or 0) / 1e12:g} TFLOP/s"
     text += f"\ncomputation takes {seconds_text(cost.compute_s)}, bubble included, at the peak rate of {name} ({peak})"
     if cost.step_s is None or cost.communication_s is None:

@@ -260,16 +260,16 @@ def _add_streaming(
     weights = streaming.of_weights(dense + held, plan, rates)
     casts = (0.0, 0.0)
     if rates.fp8 and block.kind == "transformer":
-        casts = _casts_s(block, dense + held * (plan.stack.fp8 == "all"), plan, rates)
+        casts = _casts_s(block, plan, rates)
     if plan.expert:  # the gradients of a chunk's weights are added to those of others
         sums = 3 * BYTES[plan.precision.compute] * held * (plan.expert.chunks - 1)
         rows = rows[0], rows[1] + streaming_s(sums, 0, rates)
     forward[MEMORY_BOUND], backward[MEMORY_BOUND] = (sum(seconds) for seconds in zip(both, weights, rows, casts))
 
 
-def _casts_s(block: BlockSpec, weights: int, plan: Plan, rates: Rates) -> tuple[float, float]:
+def _casts_s(block: BlockSpec, plan: Plan, rates: Rates) -> tuple[float, float]:
     """Seconds (forward, backward) in which operands are rounded to fp8: inputs, and gradients of results, before they
-    are gathered; weights once a step, or when FSDP has gathered them."""
+    are gathered. Weights, once a step, are left out; those that FSDP gathers are counted by `copies_s`."""
     inputs = results = 0
     for layer, product in _dense_layers(block, plan):
         inputs += prod(product.x.local(plan.num_rows, layer.in_features, plan.mesh.sizes))
@@ -278,7 +278,4 @@ def _casts_s(block: BlockSpec, weights: int, plan: Plan, rates: Rates) -> tuple[
         (_, _, first), (_, _, last) = of_experts.matrices[0], of_experts.matrices[-1]
         inputs += round(of_experts.num_rows * (first + last))
         results += round(of_experts.num_rows * sum(outputs for _, outputs, _ in of_experts.matrices))
-    again = plan.data.shards_weights
-    before = weights * (again or plan.batch.microbatches == 1)
-    forward, backward = inputs + before, results + before * again
-    return streaming_s(FP8_CAST * forward, 2, rates), streaming_s(FP8_CAST * backward, 2, rates)
+    return streaming_s(FP8_CAST * inputs, 2, rates), streaming_s(FP8_CAST * results, 2, rates)

@@ -9,6 +9,7 @@ from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.pieces.hosts import ranks_in_node, stays_in_node
 from parallelrun.planner.predict import prediction
+from parallelrun.planner.predict.step_time.kernels import FP8_CAST
 from parallelrun.planner.predict.step_time.rates import Rates
 
 MESSAGES = ("send", "recv")
@@ -92,9 +93,9 @@ def sharing_s(row: Collective, plan: Plan, rates: Rates) -> float:
 
 
 def copies_s(row: Collective, plan: Plan, rates: Rates) -> float:
-    """Seconds in which FSDP copies a message's weights out of its buffer, or its gradients, rounded until then, into
-    one. torch's FSDP2 does so among its computations (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:
-    `split_with_sizes_copy`, `chunk_cat`)."""
+    """Seconds in which FSDP copies a message's weights out of its buffer (and rounds them for products in fp8), or
+    its gradients, rounded until then, into one. torch's FSDP2 does so among its computations
+    (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py: `split_with_sizes_copy`, `chunk_cat`)."""
     if (
         rates.synchronous
         or not (plan.data.shards_weights and plan.stack.copied_buffers)
@@ -102,4 +103,5 @@ def copies_s(row: Collective, plan: Plan, rates: Rates) -> float:
     ):
         return 0.0
     read = 1.0 if row.operation == "all_gather" else BYTES[plan.precision.compute] / BYTES[plan.precision.reduce]
-    return row.payload_bytes * (1 + read) / rates.memory_bytes_s
+    casts = FP8_CAST / BYTES[plan.precision.compute] if rates.fp8 and row.operation == "all_gather" else 0.0
+    return row.payload_bytes * (1 + read + casts) / rates.memory_bytes_s

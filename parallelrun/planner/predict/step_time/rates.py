@@ -11,7 +11,7 @@ from parallelrun.planner.predict.cluster_cost import peak_flops
 
 NEEDED = ("memory_gb_s", "intra_gb_s")
 # Products in fp8 reach this part of what those in bf16 do of their peaks: 1,403 of 1,979 TFLOP/s to 794 of 989 on H100,
-# 0.98 as much on B200 (ml-engineering, MAMF).
+# 0.98 as much on B200 (ml-engineering, MAMF), 0.90 on MI300X and MI325X (AMD, Measuring Max-Achievable FLOPs, part 2).
 OF_FP8 = 0.88
 
 

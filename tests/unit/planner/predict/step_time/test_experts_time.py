@@ -59,6 +59,9 @@ def test_products_are_grouped_and_wait_for_the_rank_with_most_rows():
     forward, backward = experts.products_s(found, plan, RATES)
     alone = product_s(8192, 4096, 14336, 2, RATES), product_s(8192, 14336, 4096, 2, RATES)
     assert forward == pytest.approx((2 * alone[0] + alone[1]) / 0.85) and 1.9 * forward < backward < 2.2 * forward
+    faster = replace(RATES, fp8=replace(RATES, peak_flops=2 * RATES.peak_flops))
+    assert experts.products_s(found, plan, faster)[0] == pytest.approx(forward / 2, rel=0.02)
+    assert experts.products_s(found, with_stack(plan, fp8="dense"), faster) == (forward, backward)
     uneven = experts.products_s(found, with_stack(plan, expert_imbalance=1.5), RATES)
     assert uneven[0] == pytest.approx(1.5 * forward, rel=0.05)
     held = with_stack(planned(*MIXTRAL, "dp=8", "ep=1"), expert_imbalance=1.5)
@@ -115,6 +118,8 @@ def test_a_layer_hides_its_all_to_alls_in_chunks_whose_weights_gradients_are_add
     for part in ("forward", "backward"):
         sent = [getattr(times[name], part)[blocks.EXPERT] for name in times]
         assert sent[0] > 1.02 * sent[1] and sent[1] > 1.5 * sent[2], part
+    products = [times[name].forward[blocks.PRODUCTS] for name in ("one", "four")]
+    assert products[0] <= products[1] < 1.2 * products[0]
     held = 3 * 64 * 2048 * 1408 / 8  # of the weights of a rank's experts, each of whose sums moves 6 bytes
     more = times["four"].backward[blocks.MEMORY_BOUND] - times["one"].backward[blocks.MEMORY_BOUND]
     assert more == pytest.approx(3 * 6 * held / RATES.memory_bytes_s)

@@ -84,6 +84,8 @@ def test_fsdp_copies_weights_out_of_and_gradients_into_buffers_that_hide_nothing
         times = row.payload_bytes / weights / (2 if operation == "all_gather" else 4)  # microbatches, passes
         assert copies_s(row, plan, rates) == pytest.approx(times * num_bytes * weights, rel=0.01)
         assert not copies_s(row, with_stack(plan, copied_buffers=False), rates)
+        in_fp8 = copies_s(row, plan, replace(rates, fp8=rates)) - copies_s(row, plan, rates)
+        assert in_fp8 == pytest.approx(3 * row.payload_bytes * (operation == "all_gather"))
         assert sharing_s(row, plan, rates) == pytest.approx((0.15 + 2) * row.payload_bytes * 7 / 8)
     exposed = [predicted(*words, copied_buffers=value).parts[spread.DATA] for value in (True, False)]
     assert exposed[0] > 1.2 * exposed[1]
@@ -115,6 +117,8 @@ def test_linear_layers_of_blocks_multiply_in_fp8_and_round_their_operands():
         assert bf16[blocks.PRODUCTS] / fp8[blocks.PRODUCTS] == pytest.approx(1979 / 989 * 0.88, rel=0.02)
         cast = 8192 * columns * 6 / (3350e9 * H100.memory_efficiency)
         assert fp8[blocks.MEMORY_BOUND] - bf16[blocks.MEMORY_BOUND] == pytest.approx(cast, rel=0.02)
+    sharded = times["fp8"].block_time(planned(*words, "precision=fp8", "strategy=fsdp"), plans["fp8"].spec.blocks[1])
+    assert sharded.forward[blocks.MEMORY_BOUND] < block["fp8"].forward[blocks.MEMORY_BOUND], "a search's lower bound"
     found = [step.step_time(plan, H100) for plan in plans.values()]
     assert found[1].step_s < 0.85 * found[0].step_s and found[1].mfu < found[0].mfu
     assert rates_of(replace(H100, peak_tflops={"fp8": 1979.0}), "fp8") is None and not rates_of(CLUSTER, "fp8")
