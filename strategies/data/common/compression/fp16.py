@@ -10,12 +10,12 @@ from torch import Tensor
 from parallelrun.distributed.comm import Waitable
 from parallelrun.planner.contract.plan import Plan
 
-from ..reducer import Part, Sum
+from ..reducer import Kept, Part, Sum
 
 
-def sender(buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum) -> Callable[[], Waitable]:
-    """Return a function that starts the exchange of `buffer`."""
-    return HalfSum(buffer, start_sum).start
+def sender(buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum) -> tuple[Callable[[], Waitable], Kept]:
+    """Return a function that starts the exchange of `buffer`. A resumed run needs nothing of it."""
+    return HalfSum(buffer, start_sum).start, []
 
 
 class HalfSum:

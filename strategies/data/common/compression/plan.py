@@ -12,11 +12,13 @@ from math import prod
 from typing import ClassVar
 
 from parallelrun.base.errors import Problem
+from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.planner.contract.parameters import HeldParameter
+from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters
 from parallelrun.planner.contract.plan import Equivalence, Plan
 from parallelrun.planner.contract.request import Request
+from parallelrun.planner.pieces.expert_axes import replica_axis
 
 from ..keys import CompressionKeys
 
@@ -71,6 +73,10 @@ class Compression:
     def held_bytes(self, bucket: Parts, plan: Plan) -> int:
         """Bytes kept to compress one bucket: its messages."""
         return sum(message.payload_bytes for message in self.messages(bucket, plan)) if self.compresses else 0
+
+    def saved_bytes(self, plan: Plan) -> int:
+        """Bytes of a checkpoint, over all ranks, of what it keeps of the compression."""
+        return 0
 
     def equivalence(self, plan: Plan) -> Equivalence:
         """Exact where nothing is compressed."""
@@ -148,6 +154,31 @@ class PowerSGD(Compression):
         """The messages, the errors and two more right factors."""
         more = sum(rows * columns + 2 * columns * rank for rows, columns, rank in self._factored(bucket, plan))
         return super().held_bytes(bucket, plan) + BYTES[self.dtype(plan)] * more
+
+    def saved(self, parameter: HeldParameter, plan: Plan) -> dict[str, tuple[tuple[int, ...], Layout]]:
+        """(shape, layout) of what a checkpoint keeps of a parameter, by name: the error and the right factor of each
+        rank that sends factors, along a dim of senders. Empty if not all ranks factor their part of the parameter."""
+        shape, layout, axis = parameter.spec.shape, parameter.layout, replica_axis(parameter.layout, plan)
+        ends = (plan.mesh.coordinate(rank) for rank in (0, plan.mesh.num_ranks - 1))  # the largest and smallest part
+        parts = [layout.local_shape(shape, plan.mesh.sizes, end) for end in ends]
+        senders = plan.mesh.size(axis)
+        if senders == 1 or not all(self.is_factored(parameter, part, plan) for part in parts):
+            return {}
+        num_cuts = prod(plan.mesh.size(name) for name in layout.dims[0])
+        return {
+            "error": ((senders, *shape), Layout(((axis,), *layout.dims))),
+            "factor": ((senders, num_cuts, *shape[1:], self.rank), Layout(((axis,), *layout.dims, ()))),
+        }
+
+    def saved_bytes(self, plan: Plan) -> int:
+        held = (pair for pp_rank in range(plan.mesh.size("pp")) for pair in distinct_parameters(plan, pp_rank))
+        numel = sum(
+            count * prod(shape)
+            for parameter, count in held
+            if not parameter.spec.frozen
+            for shape, _ in self.saved(parameter, plan).values()
+        )
+        return BYTES[self.dtype(plan)] * numel
 
     def equivalence(self, plan: Plan) -> Equivalence:
         return Equivalence("replay", f"PowerSGD of rank {self.rank} with error feedback")
