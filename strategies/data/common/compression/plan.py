@@ -1,4 +1,4 @@
-"""Gradient compression: gradients are sent as they are, as fp16, or as two low-rank factors.
+"""Gradient compression: gradients are sent as they are, in 16 bits, or as two low-rank factors.
 
 The strategies that all-reduce gradients in buckets (ddp, ring, horovod) have a Compression: they predict one all-reduce
 per `SummedMessage`, and their runtime sends a bucket through the `sender` of the module that `registry` names.
@@ -83,25 +83,39 @@ class Compression:
         return Equivalence("exact")
 
 
-SMALLEST_NORMAL = 2.0**-14  # of fp16: smaller numbers are rounded to multiples of 2^-24
-
-
 @dataclass(frozen=True)
 class HalfPrecision(Compression):
-    """Cast before the sum, back after."""
+    """Cast to fp16 before the sum, back after.
+
+    bound: of the errors that a backend's order of rounding causes, for each replica. floor: the smallest normal number;
+    smaller ones are rounded to multiples of 2^-24.
+    """
 
     compresses = True
+    sent_dtype: ClassVar[str] = "float16"
+    bound: ClassVar[float] = 2.0**-8
+    floor: ClassVar[float] = 2.0**-14
 
     kind: str = field(default="fp16", init=False)
 
     def dtype(self, plan: Plan) -> str:
-        return "float16"
+        return self.sent_dtype
 
     def equivalence(self, plan: Plan) -> Equivalence:
         """Equal to a replay, up to the difference that the backend's order of rounding may cause."""
-        bound = plan.mesh.size("dp") * 2.0**-8
-        detail = "gradients rounded to fp16 before they are summed over dp"
-        return Equivalence("replay", detail, bound, floor=SMALLEST_NORMAL)
+        detail = f"gradients rounded to {self.kind} before they are summed over dp"
+        return Equivalence("replay", detail, plan.mesh.size("dp") * self.bound, self.floor)
+
+
+@dataclass(frozen=True)
+class BFloat16(HalfPrecision):
+    """Cast to bf16, which has 3 bits less and the range of fp32."""
+
+    sent_dtype = "bfloat16"
+    bound = 2.0**-5
+    floor = 0.0
+
+    kind: str = field(default="bf16", init=False)
 
 
 @dataclass(frozen=True)
@@ -199,7 +213,7 @@ def num_columns(shape: Sequence[int], rank: int) -> int:
     return min(rank, *matrix_shape(shape))
 
 
-KINDS: dict[str, type[Compression]] = {cls.kind: cls for cls in (Compression, HalfPrecision, PowerSGD)}
+KINDS: dict[str, type[Compression]] = {cls.kind: cls for cls in (Compression, HalfPrecision, BFloat16, PowerSGD)}
 
 
 def requested_compression(config: Config) -> Compression:
