@@ -57,7 +57,8 @@ DATA_DEFAULTS = {
     "reference": "parallelrun.strategies.data.common.compression.reference",
 }
 # the modules that send compressed gradients, by `strategy.data.compression`
-COMPRESSIONS = {name: f"parallelrun.strategies.data.common.compression.{name}" for name in ("fp16", "powersgd")}
+_SENDERS = {"fp16": "half_precision", "bf16": "half_precision", "powersgd": "powersgd"}
+COMPRESSIONS = {name: f"parallelrun.strategies.data.common.compression.{file}" for name, file in _SENDERS.items()}
 IMAGE_MODELS = ("resnet", "alexnet", "vgg")
 MODELS = ("gpt", "bert", "mlp", "matmul", *IMAGE_MODELS, "module", "hf")
 DATASETS = ("pystdlib", "text", "chat", "labelled", "megatron", "mixture", "synthetic", "custom")

@@ -248,7 +248,7 @@ def _wrong_state(index: Index, plan: Plan) -> list[str]:
         kind, name = ("", base[len(prefix) :]) if prefix else (base.split("/", 2) + ["", ""])[1:3]
         if name not in names or not (prefix or base.startswith("optimizer/")):
             wrong.append(f"{key} belongs to no parameter")
-        elif tensor.shape != names[name] and not (kind and tensor.shape == ()):
+        elif tensor.shape != _own_shape(prefix, names[name]) and not (kind and tensor.shape == ()):
             wrong.append(f"{key} is {list(tensor.shape)}, its parameter {list(names[name])}")
         elif tensor.dtype != dtypes[name] and not (kind == "step" and tensor.dtype == "float32"):
             wrong.append(f"{key} is {tensor.dtype}, expected {dtypes[name]}")
@@ -258,6 +258,12 @@ def _wrong_state(index: Index, plan: Plan) -> list[str]:
         if optimizer is not None and set(kinds) != wanted:
             wrong.append(f"the state of {name} is {sorted(kinds)}, {index.optimizer} has {sorted(wanted)}")
     return wrong
+
+
+def _own_shape(prefix: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a kind of additional tensors has in its name (`powersgd/error of 4x16`), else the parameter's."""
+    sized = re.fullmatch(r".* of (\d+(?:x\d+)*)/", prefix)
+    return tuple(map(int, sized[1].split("x"))) if sized else shape
 
 
 def broken(path: Path, cause: str) -> CheckpointError:

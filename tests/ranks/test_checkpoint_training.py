@@ -31,6 +31,8 @@ PIPELINE = {"pp": 2, "tp": 2}
 EXPERTS = {"model.experts": 6, "model.expert_period": 2, "model.router.bias_rate": 0.05, "model.router.jitter": 0.01}
 # three experts a rank for two copies, so that each is split inside
 SPREAD = {**EXPERTS, "dp": 4, "ep": 2, "strategy.data.kind": "fsdp"}
+# errors of four senders, of experts of two
+POWERSGD = {**EXPERTS, "dp": 4, "ep": 2, "strategy.data.compression": "powersgd", "strategy.data.powersgd_rank": 1}
 # two replicas, each of two ranks with different experts
 REPLICAS = {**EXPERTS, "dp": 4, "ep": 2, "strategy.data.kind": "local_sgd", "strategy.data.sync_every": 2}
 CONTEXT = {"cp": 2, "dp": 2, "strategy.data.kind": "fsdp"}
@@ -58,7 +60,7 @@ def world(overrides):
 
 RESUMED = {
     "zero1_bf16": ROUNDED, "zero2": ZERO2, "fsdp_tp2": FSDP, "tp2_pp2": PIPELINE, "local_sgd_ep2": REPLICAS,
-    "diloco_pp2": DILOCO, "batch_norm": IMAGES, "experts": SPREAD,
+    "powersgd_ep2": POWERSGD, "diloco_pp2": DILOCO, "batch_norm": IMAGES, "experts": SPREAD,
 }  # fmt: skip  # other tests of this file resume "one" and context parallelism, packed
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parallelrun.distributed import comm
-from parallelrun.strategies.data.common.compression import fp16, powersgd
+from parallelrun.strategies.data.common.compression import half_precision, powersgd
 from parallelrun.training.loop.build import Training
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks
@@ -27,7 +27,7 @@ EXACTLY = {"verify.tolerance": 1e-10}  # between two ranks the order of a sum is
 CELLS: dict[str, dict[str, Any]] = {
     "fp16, ddp": compressed("fp16", **EXACTLY),
     "fp16, ring": compressed("fp16", "ring", microbatches=2, **EXACTLY),
-    "fp16, horovod": compressed("fp16", "horovod", **EXACTLY, **{"strategy.data.bucket_mb": 0.005}),
+    "bf16, horovod": compressed("bf16", "horovod", **EXACTLY, **{"strategy.data.bucket_mb": 0.005}),
     "fp16, four ranks in an order of gloo's, experts of two copies": {**compressed("fp16", **EXPERTS), "dp": 4},
     "powersgd, ddp": compressed("powersgd", rank=2, microbatches=2),
     "powersgd, ring of 3": {**compressed("powersgd", "ring", 1), "dp": 3, "global_batch": 12},
@@ -83,7 +83,7 @@ def context_summed_last(training: Training) -> None:
     dp, cp = training.mesh.group("dp"), training.mesh.group("cp")
 
     def send(buffer: torch.Tensor) -> SimpleNamespace:
-        rounded = fp16.HalfSum(buffer, lambda tensor: training.data.start_sum(tensor, dp)).start()
+        rounded = half_precision.HalfSum(buffer, lambda tensor: training.data.start_sum(tensor, dp)).start()
         rounded.wait()
         comm.all_reduce(buffer, cp, "gradients")
         return SimpleNamespace(wait=lambda: None)
@@ -98,7 +98,7 @@ def experts_summed_over_dp(training: Training) -> None:
     for bucket in training.data._buckets:
         if any(bucket.buffer is buffer for buffer in buffers):
             start_sum = partial(training.data.start_sum, group=training.mesh.group("dp"))
-            bucket._send = fp16.HalfSum(bucket.buffer, start_sum).start
+            bucket._send = half_precision.HalfSum(bucket.buffer, start_sum).start
 
 
 def not_rounded(training: Training) -> None:

@@ -255,6 +255,10 @@ class DataStrategy(AxisStrategy):
         """Bytes held beside the layouts above and counted as gradients: receive buffers, padding."""
         return 0
 
+    def saved_bytes(self, plan: Plan) -> int:
+        """Bytes of a checkpoint, over all ranks, in addition to weights, optimizer state and `kept_states`."""
+        return 0
+
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
         """Per block of a stage, bytes of gradients outside the buffers while backward pass `number` runs through it.
 

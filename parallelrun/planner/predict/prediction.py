@@ -201,7 +201,8 @@ def checkpoint_bytes(plan: Plan) -> int:
     copies = 1 + replicas if plan.data.independent and replicas > 1 else 1
     stored = BYTES[plan.precision.stored]
     narrower = sum(p.numel * (stored - BYTES[p.stored]) for p in plan.spec.parameters.values() if p.stored)
-    return (state * copies + trained * plan.data.kept_states) * stored - narrower * copies
+    elements = state * copies + trained * plan.data.kept_states
+    return elements * stored - narrower * copies + plan.data.saved_bytes(plan)
 
 
 def copied_bytes(config: Config, plan: Plan) -> int:

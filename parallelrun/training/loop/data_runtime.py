@@ -81,7 +81,8 @@ class DataRuntime:
 
     parameters: the tensors that the optimizer updates. frozen: all other parameters, complete on every rank of dp
     unless the strategy shards weights. kept: additional tensors for checkpoints, by kind, equal on all replicas
-    (DiLoCo's outer state). flat_gradients: flat buffers by the axis over which gradients are summed (`replica_axis`).
+    (DiLoCo's outer state) or sharded over them. flat_gradients: flat buffers by the axis over which gradients are
+    summed (`replica_axis`).
     After `finish_gradients` the buffers of an axis hold the gradients of all its `parameters`, padded with zeros; an
     axis without buffers is absent.
     """

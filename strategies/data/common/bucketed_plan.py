@@ -83,6 +83,9 @@ class BucketedAllReduce(DataStrategy):
         """The bytes that compression holds in addition to weights, gradients and optimizer state."""
         return sum(self.compression.held_bytes(parts, plan) for parts in buckets_of(pp_rank, coordinate, plan).parts)
 
+    def saved_bytes(self, plan: Plan) -> int:
+        return self.compression.saved_bytes(plan)
+
     def equivalence(self, plan: Plan) -> Equivalence:
         return self.compression.equivalence(plan)
 

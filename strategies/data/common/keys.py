@@ -23,7 +23,7 @@ class BucketKeys(DataStrategyConfig):
 class CompressionKeys(BucketKeys):
     """Keys of strategies that can compress gradients."""
 
-    compression: str = key("none", "gradient compression", choices=("none", "fp16", "powersgd"))
+    compression: str = key("none", "gradient compression", choices=("none", "fp16", "bf16", "powersgd"))
     powersgd_rank: int | None = key(None, "rank of PowerSGD's factors; null: 4", least=1)
 
 

@@ -17,7 +17,7 @@ from parallelrun.base import registry
 from parallelrun.distributed import comm, torch_private
 from parallelrun.distributed.comm import Waitable
 from parallelrun.distributed.mesh import Group, Mesh
-from parallelrun.planner.contract.parameters import HeldParameter
+from parallelrun.planner.contract.parameters import HeldParameter, LocalParameter
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.pieces.expert_axes import inner_axis
 from parallelrun.training.loop.data_runtime import DataRuntime, Pair, by_axis, complete_gradients
@@ -25,6 +25,7 @@ from parallelrun.training.loop.flat_tensors import bucket_pairs, flat_views
 
 Part = tuple[HeldParameter, Tensor]  # a parameter and its gradient's view into a bucket's buffer
 Sum = Callable[[Tensor], Waitable]  # starts summing a flat tensor over the data axis, in place
+Kept = list[tuple[str, LocalParameter]]  # (kind, tensor) of what checkpoints keep of a compression
 
 
 class GradientBucket(ABC):
@@ -171,6 +172,7 @@ class BucketedRuntime(DataRuntime):
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
         super().__init__(pairs, plan, mesh)
+        self.kept: dict[str, list[LocalParameter]] = {}
         buckets, unique = bucket_pairs(pairs, plan)
         self._views: list[tuple[nn.Parameter, Tensor]] = []
         self._buckets = [self._bucket(own, self.group_of(axis)) for axis, own in buckets]
@@ -194,7 +196,9 @@ class BucketedRuntime(DataRuntime):
         compression = self._plan.data.exchange_form(self._plan).compression
         send: Callable[[], Waitable] = partial(start_sum, buffer)
         if compression:
-            send = registry.load("compressions", compression).sender(buffer, parts, self._plan, start_sum)
+            send, kept = registry.load("compressions", compression).sender(buffer, parts, self._plan, start_sum)
+            for kind, tensor in kept:
+                self.kept.setdefault(kind, []).append(tensor)
         inside = self._mesh.group(inner_axis(parts[0][0].layout, self._plan))
         if inside.size == 1:
             return send

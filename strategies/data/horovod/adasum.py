@@ -26,11 +26,14 @@ def dots(a: Tensor, b: Tensor) -> Tensor:
 
 
 def weigh(a: Tensor, b: Tensor, products: Tensor) -> Tensor:
-    """Return the combination of a and b, given `dots` of the tensors that they are parts of. fp16 is added in fp32."""
+    """Return the combination of a and b, given `dots` of the tensors that they are parts of.
+
+    fp16 and bf16 are added in fp32.
+    """
     dot, of_a, of_b = products.unbind()
     for_a = torch.where(of_a > 0, 1 - dot / (2 * of_a).clamp_min(1e-300), 1.0)
     for_b = torch.where(of_b > 0, 1 - dot / (2 * of_b).clamp_min(1e-300), 1.0)
-    wide = torch.float32 if a.dtype == torch.float16 else a.dtype
+    wide = torch.float32 if a.dtype.itemsize == 2 else a.dtype
     return (a.to(wide) * for_a.to(wide) + b.to(wide) * for_b.to(wide)).to(a.dtype)
 
 

@@ -19,7 +19,7 @@ def rule(config: Config, plan: Plan) -> ReplayRule:
     strategy = Horovod.of(plan)
     sets = list(strategy.worker_sets) or [tuple(range(plan.num_replicas))]
     if strategy.reduction == ADASUM:
-        return AdasumRule(plan, sets, strategy.compression.compresses)
+        return AdasumRule(plan, sets, getattr(torch, strategy.update_dtype(plan)))
     if strategy.process_sets:
         return ProcessSetRule({members: rule_of_sum(config, plan) for members in sets})
     return rule_of_sum(config, plan)
@@ -43,9 +43,9 @@ class ProcessSetRule(ReplayRule):
 class AdasumRule(ReplayRule):
     """Every worker steps by its own gradient; then the workers' updates are combined, in pairs and pairs of pairs."""
 
-    def __init__(self, plan: Plan, sets: list[tuple[int, ...]], half: bool):
+    def __init__(self, plan: Plan, sets: list[tuple[int, ...]], dtype: torch.dtype):
         self._parts = stored_parts(plan)
-        self._sets, self._half = sets, half
+        self._sets, self._dtype = sets, dtype
         self._before: list[Tensors] = []
 
     def begin(self, weights: list[Tensors]) -> None:
@@ -63,7 +63,7 @@ class AdasumRule(ReplayRule):
                 for _, _, place in parts.values():
                     before = self._before[members[0]][name][place]
                     updates = [weights[member][name][place] - self._before[member][name][place] for member in members]
-                    combined = self._combine([update.half() for update in updates] if self._half else updates)
+                    combined = self._combine([update.to(self._dtype) for update in updates])
                     for member in members:
                         weights[member][name][place] = before + combined.to(before.dtype)
         self.begin(weights)
@@ -78,5 +78,5 @@ class AdasumRule(ReplayRule):
         dot = float((a.double() * b.double()).sum())
         squares = [float(vector.double().square().sum()) for vector in (a, b)]
         of_a, of_b = (1 - dot / (2 * square) if square else 1.0 for square in squares)
-        wide = torch.float32 if self._half else a.dtype
+        wide = torch.float32 if a.dtype.itemsize == 2 else a.dtype
         return (a.to(wide) * of_a + b.to(wide) * of_b).to(a.dtype)

@@ -1,4 +1,4 @@
-"""Gradient compression: gradients are sent as they are, as fp16, or as two low-rank factors.
+"""Gradient compression: gradients are sent as they are, in 16 bits, or as two low-rank factors.
 
 The strategies that all-reduce gradients in buckets (ddp, ring, horovod) have a Compression: they predict one all-reduce
 per `SummedMessage`, and their runtime sends a bucket through the `sender` of the module that `registry` names.
@@ -12,11 +12,13 @@ from math import prod
 from typing import ClassVar
 
 from parallelrun.base.errors import Problem
+from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.planner.contract.parameters import HeldParameter
+from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters
 from parallelrun.planner.contract.plan import Equivalence, Plan
 from parallelrun.planner.contract.request import Request
+from parallelrun.planner.pieces.expert_axes import replica_axis
 
 from ..keys import CompressionKeys
 
@@ -72,30 +74,48 @@ class Compression:
         """Bytes kept to compress one bucket: its messages."""
         return sum(message.payload_bytes for message in self.messages(bucket, plan)) if self.compresses else 0
 
+    def saved_bytes(self, plan: Plan) -> int:
+        """Bytes of a checkpoint, over all ranks, of what it keeps of the compression."""
+        return 0
+
     def equivalence(self, plan: Plan) -> Equivalence:
         """Exact where nothing is compressed."""
         return Equivalence("exact")
 
 
-SMALLEST_NORMAL = 2.0**-14  # of fp16: smaller numbers are rounded to multiples of 2^-24
-
-
 @dataclass(frozen=True)
 class HalfPrecision(Compression):
-    """Cast before the sum, back after."""
+    """Cast to fp16 before the sum, back after.
+
+    bound: of the errors that a backend's order of rounding causes, for each replica. floor: the smallest normal number;
+    smaller ones are rounded to multiples of 2^-24.
+    """
 
     compresses = True
+    sent_dtype: ClassVar[str] = "float16"
+    bound: ClassVar[float] = 2.0**-8
+    floor: ClassVar[float] = 2.0**-14
 
     kind: str = field(default="fp16", init=False)
 
     def dtype(self, plan: Plan) -> str:
-        return "float16"
+        return self.sent_dtype
 
     def equivalence(self, plan: Plan) -> Equivalence:
         """Equal to a replay, up to the difference that the backend's order of rounding may cause."""
-        bound = plan.mesh.size("dp") * 2.0**-8
-        detail = "gradients rounded to fp16 before they are summed over dp"
-        return Equivalence("replay", detail, bound, floor=SMALLEST_NORMAL)
+        detail = f"gradients rounded to {self.kind} before they are summed over dp"
+        return Equivalence("replay", detail, plan.mesh.size("dp") * self.bound, self.floor)
+
+
+@dataclass(frozen=True)
+class BFloat16(HalfPrecision):
+    """Cast to bf16, which has 3 bits less and the range of fp32."""
+
+    sent_dtype = "bfloat16"
+    bound = 2.0**-5
+    floor = 0.0
+
+    kind: str = field(default="bf16", init=False)
 
 
 @dataclass(frozen=True)
@@ -149,6 +169,31 @@ class PowerSGD(Compression):
         more = sum(rows * columns + 2 * columns * rank for rows, columns, rank in self._factored(bucket, plan))
         return super().held_bytes(bucket, plan) + BYTES[self.dtype(plan)] * more
 
+    def saved(self, parameter: HeldParameter, plan: Plan) -> dict[str, tuple[tuple[int, ...], Layout]]:
+        """(shape, layout) of what a checkpoint keeps of a parameter, by name: the error and the right factor of each
+        rank that sends factors, along a dim of senders. Empty if not all ranks factor their part of the parameter."""
+        shape, layout, axis = parameter.spec.shape, parameter.layout, replica_axis(parameter.layout, plan)
+        ends = (plan.mesh.coordinate(rank) for rank in (0, plan.mesh.num_ranks - 1))  # the largest and smallest part
+        parts = [layout.local_shape(shape, plan.mesh.sizes, end) for end in ends]
+        senders = plan.mesh.size(axis)
+        if senders == 1 or not all(self.is_factored(parameter, part, plan) for part in parts):
+            return {}
+        num_cuts = prod(plan.mesh.size(name) for name in layout.dims[0])
+        return {
+            "error": ((senders, *shape), Layout(((axis,), *layout.dims))),
+            "factor": ((senders, num_cuts, *shape[1:], self.rank), Layout(((axis,), *layout.dims, ()))),
+        }
+
+    def saved_bytes(self, plan: Plan) -> int:
+        held = (pair for pp_rank in range(plan.mesh.size("pp")) for pair in distinct_parameters(plan, pp_rank))
+        numel = sum(
+            count * prod(shape)
+            for parameter, count in held
+            if not parameter.spec.frozen
+            for shape, _ in self.saved(parameter, plan).values()
+        )
+        return BYTES[self.dtype(plan)] * numel
+
     def equivalence(self, plan: Plan) -> Equivalence:
         return Equivalence("replay", f"PowerSGD of rank {self.rank} with error feedback")
 
@@ -168,7 +213,7 @@ def num_columns(shape: Sequence[int], rank: int) -> int:
     return min(rank, *matrix_shape(shape))
 
 
-KINDS: dict[str, type[Compression]] = {cls.kind: cls for cls in (Compression, HalfPrecision, PowerSGD)}
+KINDS: dict[str, type[Compression]] = {cls.kind: cls for cls in (Compression, HalfPrecision, BFloat16, PowerSGD)}
 
 
 def requested_compression(config: Config) -> Compression:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from zlib import crc32
 
@@ -17,24 +18,27 @@ from torch import Tensor
 
 from parallelrun.distributed import torch_private
 from parallelrun.distributed.comm import Waitable
+from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.training.loop.flat_tensors import flat_views, flatten
 
 from ..bucketed_plan import BucketedAllReduce
-from ..reducer import Part, Sum
+from ..reducer import Kept, Part, Sum
 from .plan import PowerSGD, matrix_shape, num_columns
 
 
-def sender(buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum) -> Callable[[], Waitable]:
-    """Return a function that starts the exchange of `buffer`, in the messages that `PowerSGD.messages` predicts."""
+def sender(buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum) -> tuple[Callable[[], Waitable], Kept]:
+    """Return a function that starts the exchange of `buffer`, in the messages that `PowerSGD.messages` predicts, and
+    the tensors from which a resumed run goes on."""
     compression = BucketedAllReduce.of(plan).compression
     assert isinstance(compression, PowerSGD)
     factored = [part for part in parts if compression.is_factored(part[0], part[1].shape, plan)]
     if not factored:
-        return partial(start_sum, buffer)
+        return partial(start_sum, buffer), []
     names = {parameter.name for parameter, _ in factored}
     uncompressed = [gradient for parameter, gradient in parts if parameter.name not in names]
-    return FactoredSum(uncompressed, factored, compression.rank, start_sum).start
+    exchange = FactoredSum(uncompressed, factored, compression.rank, start_sum)
+    return exchange.start, [kept for stack in exchange.stacks for kept in stack.kept(compression, plan)]
 
 
 def first_right_factor(name: str, columns: int, rank: int) -> Tensor:
@@ -82,13 +86,14 @@ class Stack:
     """
 
     def __init__(self, parts: Sequence[Part], rank: int):
+        self.parts = list(parts)
         self.gradients = [gradient.view(matrix_shape(gradient.shape)) for _, gradient in parts]
         like = self.gradients[0]
         rows, columns = like.shape
         rank = num_columns(like.shape, rank)
         first = [first_right_factor(parameter.name, columns, rank) for parameter, _ in parts]
         self.first = torch.stack(first).to(like)
-        self.right = self.first
+        self.right = self.first.clone()
         self.error = like.new_zeros(len(parts), rows, columns)
         self.left, self.summed_right = like.new_zeros(len(parts), rows, rank), like.new_zeros(len(parts), columns, rank)
 
@@ -106,13 +111,24 @@ class Stack:
     def finish(self) -> None:
         """Replace the gradients by P Q^T with the summed Q."""
         torch_private.copy_all(self.gradients, list(torch.bmm(self.left, self.summed_right.mT).unbind()))
-        self.right = next_right_factor(self.summed_right, self.first)
+        self.right.copy_(next_right_factor(self.summed_right, self.first))
+
+    def kept(self, compression: PowerSGD, plan: Plan) -> Kept:
+        """The errors and right factors, which live as long as the stack."""
+        out = []
+        for (parameter, gradient), error, right in zip(self.parts, self.error, self.right):
+            views = error.view(1, *gradient.shape), right.view(1, 1, *gradient.shape[1:], -1)
+            for (kind, (shape, layout)), view in zip(compression.saved(parameter, plan).items(), views):
+                spec = replace(parameter.spec, shape=shape)
+                local = LocalParameter(parameter.name, view, spec, layout, parameter.shared)
+                out.append((f"powersgd/{kind} of {'x'.join(map(str, shape))}", local))
+        return out
 
 
 class FactoredSum:
     """PowerSGD with error feedback: a rank adds the error of one step's approximation to its next gradient.
 
-    The error is kept in memory only: a resumed run starts with an error of zero.
+    A checkpoint has the errors. A run that resumes with another number of senders starts with errors of zero.
     """
 
     def __init__(self, uncompressed: Sequence[Tensor], factored: Sequence[Part], rank: int, start_sum: Sum):

@@ -27,15 +27,15 @@ def rule(config: Config, plan: Plan) -> ReplayRule:
     """The rule of a strategy whose gradients are compressed sums, over dp or over a process set."""
     compression = BucketedAllReduce.of(plan).compression
     if isinstance(compression, HalfPrecision):
-        return HalfSumRule(plan)
+        return HalfSumRule(plan, getattr(torch, compression.sent_dtype))
     return PowerSGDRule(plan, compression) if isinstance(compression, PowerSGD) else ReplayRule()
 
 
 class HalfSumRule(ReplayRule):
-    """Rounds gradients and sums to fp16, but for experts without copies."""
+    """Rounds gradients and sums to 16 bits, but for experts without copies."""
 
-    def __init__(self, plan: Plan):
-        self._plan = plan
+    def __init__(self, plan: Plan, dtype: torch.dtype):
+        self._plan, self._dtype = plan, dtype
         self._layouts = {name: next(iter(parts.values()))[0].layout for name, parts in stored_parts(plan).items()}
 
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
@@ -43,9 +43,9 @@ class HalfSumRule(ReplayRule):
         total: Tensors = {}
         for name, layout in self._layouts.items():
             first, *others = of_senders([replica[name] for replica in local], layout, self._plan)
-            summed = first.half() if has_copies(layout, self._plan) else first
+            summed = first.to(self._dtype) if has_copies(layout, self._plan) else first
             for gradient in others:
-                summed = summed + gradient.half()
+                summed = summed + gradient.to(self._dtype)
             total[name] = summed.to(first.dtype)
         return [{name: value.clone() for name, value in total.items()} for _ in local]
 

@@ -34,7 +34,7 @@ def mostly_legal(draw) -> dict:
     data = draw(st.sampled_from(["ddp", "ring", "zero1", "zero2", "fsdp", "local_sgd", "diloco"]))
     divisors = [n for n in range(2, dp + 1) if dp % n == 0]
     experts = draw(st.sampled_from([0, 0, 4, 6, 16]))
-    eps = [n for n in (1, *divisors) if experts and experts % n == 0 and data not in ("local_sgd", "diloco")]
+    eps = [n for n in (1, *divisors) if experts and experts % n == 0]
     return {
         "model.experts": experts,
         "model.expert_period": draw(st.sampled_from([1, 2])) if pp * virtual_stages > 1 else 1,
@@ -84,7 +84,7 @@ def anything(draw) -> dict:
         "strategy.data.kind": draw(
             st.sampled_from(["ddp", "ring", "horovod", "zero1", "fsdp", "diloco", "zero9", "ps"])
         ),
-        "strategy.data.compression": draw(st.sampled_from(["none", "none", "none", "fp16", "powersgd"])),
+        "strategy.data.compression": draw(st.sampled_from(["none", "none", "none", "fp16", "bf16", "powersgd"])),
         "servers": draw(st.sampled_from([None, None, None, 1, 2, 0, 50])),
         "consistency": draw(st.sampled_from([None, None, "sync", "async", "ssp", "eventual"])),
         "staleness": draw(st.sampled_from([None, None, None, 0, 2, -1])),

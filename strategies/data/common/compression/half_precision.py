@@ -1,4 +1,4 @@
-"""fp16 compression at run time (Horovod's `Compression.fp16`)."""
+"""Compression to 16 bits at run time (Horovod's `Compression.fp16`)."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from torch import Tensor
 from parallelrun.distributed.comm import Waitable
 from parallelrun.planner.contract.plan import Plan
 
-from ..reducer import Part, Sum
+from ..bucketed_plan import BucketedAllReduce
+from ..reducer import Kept, Part, Sum
 
 
-def sender(buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum) -> Callable[[], Waitable]:
-    """Return a function that starts the exchange of `buffer`."""
-    return HalfSum(buffer, start_sum).start
+def sender(buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum) -> tuple[Callable[[], Waitable], Kept]:
+    """Return a function that starts the exchange of `buffer`. A resumed run needs nothing of it."""
+    return HalfSum(buffer, start_sum, getattr(torch, BucketedAllReduce.of(plan).compression.dtype(plan))).start, []
 
 
 class HalfSum:
-    """Cast to fp16, sum, cast back."""
+    """Cast to 16 bits, sum, cast back."""
 
-    def __init__(self, buffer: Tensor, start_sum: Sum):
+    def __init__(self, buffer: Tensor, start_sum: Sum, dtype: torch.dtype = torch.float16):
         self._buffer, self._start_sum = buffer, start_sum
-        self._half = torch.empty_like(buffer, dtype=torch.float16)
+        self._half = torch.empty_like(buffer, dtype=dtype)
         self._work: Waitable | None = None
 
     def start(self) -> Waitable:
