@@ -213,4 +213,5 @@ class FormChoice:
         """The config key that makes a number of features; the layer's name where no key does."""
         if self.spec.num_layers == 0:  # a user's module: its sizes are its own
             return layer
-        return {self.spec.ffn: "model.ffn", self.spec.hidden: "model.hidden"}.get(size, layer)
+        keys = {self.spec.latent.q_rank: "model.q_lora_rank"} if self.spec.latent else {}
+        return {**keys, self.spec.ffn: "model.ffn", self.spec.hidden: "model.hidden"}.get(size, layer)
