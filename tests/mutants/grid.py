@@ -57,6 +57,27 @@ def columns_of_routers_not_summed() -> None:
     _partial_without("col", role="router")
 
 
+def columns_of_latent_norms_not_summed() -> None:
+    """The gradient of a norm of latents is that of the heads of one column of the grid."""
+    _partial_without("col", role="norm")
+
+
+def columns_of_latent_weights_not_summed() -> None:
+    """The gradient of a weight that gives latents is that of the heads of one column of the grid."""
+    from parallelrun.strategies.tensor.grid import buffers
+
+    right = buffers.WeightPacking.start_scatter
+
+    def wrong(self: buffers.WeightPacking, buffer: torch.Tensor) -> Any:
+        if len(self.groups) < 2:
+            return right(self, buffer)
+        columns = self.groups[-1]
+        own = buffer.view(columns.size, -1, buffer.size(-1))[columns.index]
+        return right(replace(self, groups=self.groups[:-1]), own)
+
+    buffers.WeightPacking.start_scatter = wrong
+
+
 def routers_of_the_first_samples() -> None:
     """Every row of the grid draws the jitter of the first row's samples."""
     from parallelrun.models.moe.router import Router

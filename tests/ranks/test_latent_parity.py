@@ -41,9 +41,16 @@ CELLS: dict[str, dict[str, Any]] = {
     "packed documents, tp": {**LATENT, "tp": 2, "dataset.pack": True, "model.seq": 16},
     "cp, ring, tp with sequence parallel": {**LATENT, "cp": 2, "tp": 2, **SEQUENCE_PARALLEL},
     "cp, ulysses, queries of x": {**LATENT, **PLAIN_QUERIES, "cp": 2, "strategy.context.kind": "ulysses"},
+    "2d, queries of x, biases": {**LATENT, **PLAIN_QUERIES, "tp": 4, "layout": "2d", "model.bias": True},
+    "3d": {**LATENT, "model.q_lora_rank": 24, "tp": 8, "layout": "3d", "recompute": "full"},
+    "2.5d with experts": {**EXPERTS, "model.q_lora_rank": 24, "tp": 8, "layout": "2.5d", "model.layers": 2},
+    "2d, zbv": {**LATENT, "tp": 4, "layout": "2d", "pp": 2, "strategy.pipeline.kind": "zbv", "model.layers": 4},
     "experts, ep": {**EXPERTS, "dp": 2, "ep": 2, "model.layers": 2},
 }
-FULL_MATRIX = ("tp, queries of x, recompute selective", "zero bubble, tp", "cp, ulysses, queries of x")
+FULL_MATRIX = (
+    "tp, queries of x, recompute selective", "zero bubble, tp", "cp, ulysses, queries of x", "3d", "2.5d with experts",
+    "2d, zbv",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if FULL or cell not in FULL_MATRIX])

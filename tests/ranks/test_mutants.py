@@ -39,6 +39,7 @@ SLICES, COPIES = {**SPANS, "strategy.tensor.sequence_parallel": True}, {**SPANS,
 GRID = {**BASE, **ONE_LAYER, "verify.steps": 1}
 SQUARE_GRID, CP = {**GRID, **SQUARE}, {"cp": 2}
 GRID_EXPERTS = {**ROUTED, **SQUARE, "optimizer.clip": 0.05}
+GRID_LATENT = {**LATENT, **SQUARE, **ONE_LAYER}
 BIASED = {"model.router.kind": "top_k", "model.router.bias_rate": 0.05, "verify.steps": 2}
 ADAPTED = {**MODULE, **LORA}
 HALF_EXPERTS, ALL_EXPERTS, THREE_EXPERTS = ({**MOE, **degrees} for degrees in (HALF, ALL, THREE))
@@ -135,6 +136,8 @@ PLANTED: list[tuple[str, Overrides]] = [
     ("auxiliary_loss_divided_by_all_of_tp", GRID_EXPERTS),
     ("load_of_the_first_row", {**GRID_EXPERTS, **BIASED}),
     ("experts_not_summed_over_columns", GRID_EXPERTS),
+    ("columns_of_latent_norms_not_summed", GRID_LATENT),
+    ("columns_of_latent_weights_not_summed", GRID_LATENT),
     ("slices_exchanged_once", {**GRID_EXPERTS, "ep": 4, "strategy.expert.tp": 1}),
     ("vocabulary_cut_by_rows_first", SQUARE_GRID),
     ("log_sum_exp_of_the_last_block", CP),

@@ -51,6 +51,12 @@ CHOOSING: dict[str, Any] = {
 }  # fmt: skip
 
 
+LATENT = llama(model__kv_heads=None) | {
+    "model.kv_lora_rank": 12, "model.q_lora_rank": 20, "model.qk_nope_head_dim": 6, "model.qk_rope_head_dim": 4,
+    "model.v_head_dim": 8,
+}  # fmt: skip
+
+
 def forms(*names: str) -> list[dict[str, Any]]:
     return [{"strategy.tensor.form": name} for name in names]
 
@@ -71,6 +77,8 @@ GRIDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             {"model.activation": "relu"},
             CHOOSING | FP32,
             CHOOSING | llama(model__shared_experts=1),
+            LATENT,
+            LATENT | BF16 | {"model.q_lora_rank": None},
         ],
     ),
     "2.5d": ({"layout": "2.5d", "tp": 8, "depth": 2}, [{"model.activation": "relu"}, LEAN | llama()]),

@@ -157,7 +157,7 @@ def num_data_ranks(plan: Plan) -> int:
 
 def is_sharded(layout: Layout, plan: Plan) -> bool:
     """Whether a layout is that of experts of which the ranks of dp x cp have different ones."""
-    return plan.expert is not None and num_data_ranks(plan) > 1 and EP in layout.axes
+    return plan.expert is not None and EP in layout.axes and num_data_ranks(plan) > 1
 
 
 def replica_axis(layout: Layout, plan: Plan) -> str:

@@ -16,12 +16,9 @@ from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec
 
 
 def latent_layers(block: BlockSpec, plan: Plan) -> tuple[LayerSpec, ...]:
-    """The layers of a block's latent attention in front of its product, in the order in which they run."""
-    if plan.spec.latent is None or block.kind != "transformer":
-        return ()
-    opened = next((i for i, x in enumerate(block.layers) if x.layer_role == "linear"), 0)
-    end = next(i for i, x in enumerate(block.layers) if x.layer_role == "row_parallel")
-    return block.layers[opened:end]
+    """Those of `ModelSpec.latent_layers` that are in a block."""
+    named = plan.spec.latent_layers
+    return next((named[layer.name] for layer in block.layers if layer.name in named), ())
 
 
 def shares_input(layer: LayerSpec, block: BlockSpec, plan: Plan) -> bool:
@@ -46,7 +43,7 @@ def waiting_features(layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[in
         return 0, 0
     queries, values = layers[-2:]
     if layer is values:
-        return 0, plan.spec.qk_features // plan.mesh.size("tp")
+        return 0, plan.spec.qk_features // plan.token_ranks
     if layer is queries:
         return 0, sizes.kv_rank + sizes.rope
     if sizes.q_rank is not None and layer in layers[:2]:
@@ -60,5 +57,5 @@ def product_gradients(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int | N
     layers = latent_layers(block, plan)
     if layer not in layers:
         return None
-    heads = plan.spec.qk_features // plan.mesh.size("tp")
-    return 3 * plan.num_rows * heads * BYTES[plan.precision.compute] if layer is layers[-1] else 0
+    heads, rows = plan.spec.qk_features // plan.token_ranks, plan.num_rows // plan.sample_parts
+    return 3 * rows * heads * BYTES[plan.precision.compute] if layer is layers[-1] else 0

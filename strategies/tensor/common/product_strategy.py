@@ -166,7 +166,7 @@ class ProductStrategy(ProductTraffic):
         """Bytes of the gradients of latent attention that wait while a layer of it runs backward."""
         of_slice, of_whole = latent_memory.waiting_features(layer, block, plan)
         sliced = _bytes(self.activation_layout(None, plan), of_slice, plan) if of_slice else 0
-        return sliced + plan.num_rows * of_whole * BYTES[plan.precision.compute]
+        return sliced + plan.num_rows // plan.sample_parts * of_whole * BYTES[plan.precision.compute]
 
     def _loss_backward(self, plan: Plan) -> LayerBackward:
         """Backward through the loss, of the whole logits or of a part of the vocabulary.
@@ -245,7 +245,8 @@ class ProductStrategy(ProductTraffic):
             if layer.layer_role != "row_parallel":
                 saves_input = False
             elif follows_attention(layer, block):
-                saves_input = not plan.spec.attention_dropout and plan.spec.kv_heads == plan.spec.heads
+                copied = plan.spec.kv_heads != plan.spec.heads or plan.spec.latent is not None
+                saves_input = not plan.spec.attention_dropout and not copied
             else:
                 saves_input = plan.spec.activation == "relu"
             own = gathered["x"] * compute + (own if saves_input else 0)

@@ -140,23 +140,15 @@ class GridRequest:
         return [common.wrong_role(message, request, name, "head")]
 
     def _unbuilt(self) -> list[Problem]:
-        """Layers that no grid multiplies yet.
-
-        Nobody knows which layer of somebody else's module would have to gather features for its router and experts. A
-        latent would be cut by features, and the key that all heads share by rows alone.
-        """
-        spec, kind, messages = self.request.spec, self.request.config.strategy.tensor.kind, []
-        if self.request.tp > 1 and has_own_router(spec):
-            messages.append(
-                f"{spec.name} has experts with a router of their own, and layout {kind} cuts the features of what they "
-                "read: where its module would have to gather them is not known"
-            )
-        if self.request.tp > 1 and spec.latent:
-            messages.append(
-                f"{spec.name} has latent attention, and layout {kind} cuts the features of what it reads: latents over "
-                "a grid are not built yet"
-            )
-        return [Problem(message, "layout", "layout=1d", kind="not_built") for message in messages]
+        """Experts of somebody else's module: nobody knows where it would have to gather features for their router."""
+        spec, kind = self.request.spec, self.request.config.strategy.tensor.kind
+        if self.request.tp == 1 or not has_own_router(spec):
+            return []
+        message = (
+            f"{spec.name} has experts with a router of their own, and layout {kind} cuts the features of what they "
+            "read: where its module would have to gather them is not known"
+        )
+        return [Problem(message, "layout", "layout=1d", kind="not_built")]
 
     def _summa(self) -> list[Problem]:
         """Panels go round a square; other grids gather."""

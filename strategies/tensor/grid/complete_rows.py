@@ -1,4 +1,4 @@
-"""Layers of a grid that read complete rows: routers and experts.
+"""Layers of a grid that read complete rows: routers and experts, and norms of the latents of latent attention.
 
 Features are gathered over the axis that splits them, so that its ranks have the same rows, as the ranks of tp have
 without a grid: they split the inside of every expert, and their partial results are scattered along features. The other
@@ -68,10 +68,11 @@ class CompleteRows(ProductStrategy):
         return make(self.boundary(plan)) if make and not plan.ep_spans_tp else None
 
     def rows_layout(self, parameter: ParameterSpec, plan: Plan) -> Layout:
-        """Return the layout of a weight of experts, whose inside is split unless ep spans tp, or of a router: each rank
-        has its gradient by some of the samples, and by parts of experts, or by some of their tokens."""
+        """Return the layout of a weight of experts, whose inside is split unless ep spans tp, or of one that multiplies
+        complete rows or is added to them: each rank has its gradient by some samples, and by parts of experts, or by
+        some of their tokens, or by its heads."""
         boundary, num_dims = self.boundary(plan), len(parameter.shape)
-        if parameter.layer_role == "router":
+        if parameter.layer_role != "expert":
             return Layout(((),) * num_dims, () if parameter.frozen else (*boundary.rows, *boundary.features))
         if plan.ep_spans_tp:
             return Layout.replicated(num_dims)

@@ -56,14 +56,26 @@ def pair_products(forms: Forms, outside: ActivationLayout) -> tuple[Product, Pro
     return first, make_product(forms[1], first.y if forms[0] else outside) if forms[1] else first
 
 
-def candidates(pair: Pair, form: str) -> Iterator[Forms]:
+def latent_product(layer: LayerSpec, spec: ModelSpec, boundary: ActivationLayout) -> Product | None:
+    """The product of a layer that gives or reads latents, which are complete on every rank; None for any other."""
+    layers = spec.latent_layers.get(layer.name, ())
+    if not layers or spec.latent is None:
+        return None
+    if layer.layer_role == "column_parallel":
+        reads_latent = spec.latent.q_rank is not None or layer is layers[-1]
+        return products.from_latent(boundary) if reads_latent else None
+    return products.to_latent(boundary) if layer.layer_role == "linear" else None
+
+
+def candidates(pair: Pair, form: str, spec: ModelSpec) -> Iterator[Forms]:
     """Every pair of forms that could be, under `form`: `strategy.tensor.form`, or `cube` in 3D.
 
     Under `stationary_w` and `cube` the axes change roles, so that only complete pairs have them. In 2D, several column
-    layers side by side could also be one after the other: only forms that keep the layout suit both.
+    layers side by side could also be one after the other: only forms that keep the layout suit both, and latents.
     """
     swap = "cube" if form == "cube" else "stationary_w"
     can_swap = pair.columns and pair.row and (form == "cube" or len(pair.columns) == 1)
+    can_swap = can_swap and pair.columns[0].name not in spec.latent_layers
     if form != swap or not can_swap:
         single = {"auto": KEPT, "stationary_w": KEPT, "cube": KEPT[:1]}.get(form, (form,))
         yield from combinations(single if pair.columns else ("",), single if pair.row else ("",))
@@ -102,13 +114,13 @@ class FormChoice:
         choices = []
         for key, pairs in self.groups.items():
             # nothing fits only where nothing is checked: the matmul lesson
-            possible = self.legal(pairs) or list(candidates(pairs[0], self.form))
+            possible = self.legal(pairs) or list(candidates(pairs[0], self.form, self.spec))
             choices.append((key, min(possible, key=lambda forms: self.volume(pairs[0], forms))))
         return tuple(choices)
 
     def legal(self, pairs: list[Pair]) -> list[Forms]:
         """The forms in which all of the pairs divide."""
-        return [forms for forms in candidates(pairs[0], self.form) if not self._misfits_of(pairs, forms)]
+        return [forms for forms in candidates(pairs[0], self.form, self.spec) if not self._misfits_of(pairs, forms)]
 
     def volume(self, pair: Pair, forms: Forms) -> float:
         """Bytes that a rank receives in the forward and backward pass of a microbatch through the pair."""
@@ -145,11 +157,17 @@ class FormChoice:
         boundary, features = boundary_layout(self.sizes), self.spec.boundary_shape[-1]
         misfits = [Misfit(self._key(features, "the model"), features, degree(boundary.features, self.sizes))]
         for pairs in self.groups.values():
-            of_forms = [self._misfits_of(pairs, forms) for forms in candidates(pairs[0], self.form)]
+            of_forms = [self._misfits_of(pairs, forms) for forms in candidates(pairs[0], self.form, self.spec)]
             fewest = min(of_forms, key=len)
             misfits += fewest
         alone = [layer for layer in self.spec.distinct_layers if layer.layer_role == "linear"]
-        misfits += [misfit for x in alone for misfit in self._misfits_in(x, products.stationary_y(boundary))]
+        misfits += [
+            misfit
+            for layer in alone
+            for misfit in self._misfits_in(
+                layer, latent_product(layer, self.spec, boundary) or products.stationary_y(boundary)
+            )
+        ]
         for weight in [x.parameters[0] for x in self.spec.distinct_layers if x.layer_role == "expert"][:1]:  # all alike
             width = weight.shape[inside_dim(weight)]
             key = "model.ffn" if width == self.spec.ffn else "model.expert_ffn"
@@ -157,8 +175,10 @@ class FormChoice:
         return [misfit for misfit in dict.fromkeys(misfits) if misfit.size % misfit.parts]
 
     def _products(self, pair: Pair, forms: Forms) -> list[tuple[LayerSpec, Product]]:
-        columns, row = pair_products(forms, boundary_layout(self.sizes))
-        return [(layer, columns) for layer in pair.columns] + ([(pair.row, row)] if pair.row else [])
+        boundary = boundary_layout(self.sizes)
+        columns, row = pair_products(forms, boundary)
+        opened = [(layer, latent_product(layer, self.spec, boundary) or columns) for layer in pair.columns]
+        return opened + ([(pair.row, row)] if pair.row else [])
 
     def _misfits_of(self, pairs: list[Pair], forms: Forms) -> list[Misfit]:
         """Return all sizes of these pairs that do not divide under `forms`."""
@@ -183,7 +203,7 @@ class FormChoice:
     def _output_misfit(self, layer: LayerSpec, parameter: ParameterSpec, parts: int) -> Misfit:
         """Return the misfit of a weight's rows; of the rows of heads, in terms of the hidden size that gives them."""
         size = parameter.shape[0]
-        if not parameter.heads or size % parts == 0:
+        if not parameter.heads or size % parts == 0 or self.spec.latent:
             return Misfit(self._key(size, layer.name), size, parts)
         if self.spec.head_dim:
             return Misfit("model.head_dim", self.spec.head_dim, parts // gcd(parts, parameter.heads))
@@ -193,4 +213,5 @@ class FormChoice:
         """The config key that makes a number of features; the layer's name where no key does."""
         if self.spec.num_layers == 0:  # a user's module: its sizes are its own
             return layer
-        return {self.spec.ffn: "model.ffn", self.spec.hidden: "model.hidden"}.get(size, layer)
+        keys = {self.spec.latent.q_rank: "model.q_lora_rank"} if self.spec.latent else {}
+        return {**keys, self.spec.ffn: "model.ffn", self.spec.hidden: "model.hidden"}.get(size, layer)

@@ -26,7 +26,7 @@ from ..common.keys import Grid2DConfig, Grid25DConfig, GridConfig
 from ..common.traffic import AXIS, overlaps
 from .checks import GridRequest
 from .complete_rows import CompleteRows
-from .forms import boundary_layout, key_of, make_product, pair_products
+from .forms import boundary_layout, key_of, latent_product, make_product, pair_products
 from .shape import KEYS, cube_root
 
 if TYPE_CHECKING:
@@ -135,17 +135,18 @@ class GridStrategy(CompleteRows):
         with, and 2.5d's depth; of a norm of heads also over those whose ranks have other heads. A parameter without a
         layer role (only at tp=1) is replicated.
         """
-        product, num_dims = self.product_of(plan.spec.layer_of[parameter.name], plan), len(parameter.shape)
-        if product is not None:
+        layer, num_dims = plan.spec.layer_of[parameter.name], len(parameter.shape)
+        product = self.product_of(layer, plan)
+        if parameter.layer_role in ("expert", "router") or (num_dims == 1 and layer.name in plan.spec.latent_layers):
+            layout = self.rows_layout(parameter, plan)
+        elif product is not None:
             layout = product.weight_layout if num_dims == 2 else product.bias_layout
         elif parameter.layer_role in ("norm", "position_embedding"):
             split = self.activation_layout(plan.spec.layer_of[parameter.name], plan)
             layout = Layout((*((),) * (num_dims - 1), split.features), split.rows)
         elif parameter.layer_role == "per_head":
-            split = self.activation_layout(plan.spec.layer_of[parameter.name], plan)
+            split = self.activation_layout(layer, plan)
             layout = Layout(((),) * num_dims, (*split.rows, *split.features))
-        elif parameter.layer_role in ("expert", "router"):
-            layout = self.rows_layout(parameter, plan)
         else:
             layout = Layout.replicated(num_dims)
         return Layout(layout.dims, tuple(axis for axis in layout.partial if plan.mesh.size(axis) > 1))
@@ -157,6 +158,8 @@ class GridStrategy(CompleteRows):
 
     def _product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
         boundary = self.boundary(plan)
+        if of_latent := latent_product(layer, plan.spec, boundary):
+            return of_latent
         if layer.layer_role in ("column_parallel", "row_parallel"):
             columns, row = self._of_pair(plan.spec.pair_of[layer.name], plan)
             return columns if layer.layer_role == "column_parallel" else row
@@ -175,6 +178,8 @@ class GridStrategy(CompleteRows):
         product = self.product_of(layer, plan) if layer else None
         if product is not None:
             return product.x
+        if layer and layer.name in plan.spec.latent_layers:
+            return replace(self.boundary(plan), features=())
         pair = plan.spec.pair_of.get(layer.name) if layer else None
         return self._of_pair(pair, plan)[0].y if pair else self.boundary(plan)
 

@@ -48,9 +48,9 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
             bound = MULTIPLYING[type(layer)](layer, product=product, mesh=mesh, options=options, tracker=tracker)
             replace_module(network, name, bound)
         elif isinstance(layer, single_device.HiddenNorm) and layer.layer_role == "norm":
-            (axis,) = strategy.activation_layout(specs[name], plan).features
-            if mesh.shape.size(axis) > 1:
-                replace_module(network, name, SplitNorm(layer, group=mesh.group(axis)))
+            for axis in strategy.activation_layout(specs[name], plan).features:
+                if mesh.shape.size(axis) > 1:
+                    replace_module(network, name, SplitNorm(layer, group=mesh.group(axis)))
     for name in network.block_names:
         network.block(name).register_forward_pre_hook(tracker.restart)
     if plan.spec.kind == "features" and plan.spec.blocks[0].name in network.block_names:

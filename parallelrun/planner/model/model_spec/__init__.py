@@ -242,6 +242,17 @@ class ModelSpec:
         """By layer name: the pair that contains a layer."""
         return {name: pair for block in self.blocks for name, pair in _pairs(block).items()}
 
+    @cached_property
+    def latent_layers(self) -> dict[str, tuple[LayerSpec, ...]]:
+        """By the name of each: the layers of its block's latent attention in front of the product, as they run."""
+        named: dict[str, tuple[LayerSpec, ...]] = {}
+        for block in self.blocks if self.latent else ():
+            if block.kind == "transformer":
+                start = next(i for i, x in enumerate(block.layers) if x.layer_role == "linear")
+                stop = next(i for i, x in enumerate(block.layers) if x.layer_role == "row_parallel")
+                named |= {layer.name: block.layers[start:stop] for layer in block.layers[start:stop]}
+        return named
+
     def layers(self) -> Iterator[LayerSpec]:
         for block in self.blocks:
             yield from block.layers

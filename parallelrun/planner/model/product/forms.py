@@ -88,6 +88,20 @@ def cube(x: ActivationLayout) -> Product:
 
 
 @lru_cache(maxsize=256)
+def to_latent(x: ActivationLayout) -> Product:
+    """Every rank computes Y completely for its samples, from all of X's features and all of W, which is stored as that
+    of `stationary_y`. Each rank's gradient of Y is a part of a sum: those of X and W are summed over all axes."""
+    product = stationary_y(x)
+    return replace(product, form="latent", y=replace(x, features=()), gather_w=(*product.gather_w, *x.features))
+
+
+@lru_cache(maxsize=256)
+def from_latent(y: ActivationLayout) -> Product:
+    """As `stationary_y`, with all features of X on every rank; dX is a part of the sum that `to_latent` computes."""
+    return replace(stationary_y(y), form="latent", x=replace(y, features=()), gather_x=None)
+
+
+@lru_cache(maxsize=256)
 def gathered_features(x: ActivationLayout) -> Product:
     """No product: X's features are gathered, so that Y are complete rows of this rank's samples."""
     return Product("rows", x, replace(x, features=()), Layout.replicated(2), gather_x=Move("features", *x.features))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,10 @@ from parallelrun.models.moe.layer import LocalDispatcher, MoE
 from parallelrun.models.moe.routing import Routing
 from parallelrun.models.moe.spec import has_experts, router_spec
 from parallelrun.models.transformer.modules import LayerFactory
-from tests.plans import tiny_config, tiny_plan
+from parallelrun.planner.contract.classes import tensor_strategy
+from parallelrun.planner.contract.request import Request
+from parallelrun.planner.model.model_spec.router import OWN
+from tests.plans import narrow_config, tiny_config, tiny_plan
 
 HIDDEN, FFN, EXPERTS, SAMPLES, SEQ = 8, 12, 4, 3, 8
 IDS = torch.tensor([3, 4, 5])
@@ -232,19 +236,13 @@ def test_impossible_sizes_are_refused(values: dict[str, int], key: str, suggesti
     assert (problem.where, problem.suggestion) == (key, suggestion)
 
 
-LATENT = {"model.kv_lora_rank": 8, "model.qk_nope_head_dim": 4, "model.qk_rope_head_dim": 4, "model.v_head_dim": 4}
-UNBUILT = {
-    "latent attention": {"model.position": "rope", **LATENT},
-}
-
-
-@pytest.mark.parametrize("part", UNBUILT)
-@pytest.mark.parametrize("kind", ["2d", "2.5d", "3d"])
-def test_grid_layouts_name_what_is_not_built_for_them(kind: str, part: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        tiny_plan({"tp": 8 if kind == "3d" else 4, "strategy.tensor.kind": kind, **UNBUILT[part]})
-    (problem,) = error.value.problems
-    assert (problem.kind, problem.suggestion) == ("not_built", "layout=1d") and part in problem.what
+def test_a_grid_refuses_experts_of_somebody_elses_module() -> None:
+    spec = tiny_plan({"model.experts": 4}).spec
+    assert spec.router is not None
+    spec = replace(spec, router=replace(spec.router, kind=OWN))
+    request = Request(narrow_config({"strategy.tensor.kind": "2d"}), spec, 1, 1, 4, 1, None)
+    (problem,) = tensor_strategy("2d").check(request)
+    assert (problem.kind, problem.suggestion) == ("not_built", "layout=1d") and "router of their own" in problem.what
 
 
 @pytest.mark.parametrize(("sizes", "legal"), [({"model.expert_ffn": 9}, "tp=1 or model.expert_ffn=8"), ({}, None)])
