@@ -23,7 +23,7 @@ from tests.unit import user_net
 
 BOUND = 0.03
 GPT: dict[str, Any] = {
-    "model.layers": 4, "model.hidden": 64, "model.heads": 4, "model.seq": 64, "model.ffn": 256, "model.vocab": 128,
+    "model.layers": 2, "model.hidden": 64, "model.heads": 4, "model.seq": 64, "model.ffn": 256, "model.vocab": 128,
     "dataset.vocab": 128, "global_batch": 16, "micro_batch": 4, "optimizer.name": "adamw",
 }  # fmt: skip
 LLAMA = GPT | llama(model__ffn=192)
@@ -37,7 +37,7 @@ MOE = GPT | {
 BERT, MLP = GPT | {"model.name": "bert"}, GPT | {"model.name": "mlp"}
 RESNET: dict[str, Any] = {
     "model.name": "resnet", "dataset.name": "digits", "model.layers": 1, "model.vocab": 10, "global_batch": 16,
-    "micro_batch": 16,
+    "micro_batch": 16, "model.width": 16,
 }  # fmt: skip
 
 SMALL_RESNET = vision.RESNET | {"model.width": 16, "micro_batch": 8}
@@ -135,7 +135,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp": GPT | {"tp": 2},
     "tp sequence": GPT | {"tp": 2} | SEQUENCE,
     "1f1b": GPT | pipeline("1f1b"),
-    "interleaved": GPT | pipeline("interleaved"),
+    "interleaved": GPT | pipeline("interleaved") | {"model.layers": 4},
     "interleaved, an embedding and a head alone": GPT | pipeline("interleaved") | {"model.layers": 2},
     "cp, long": LONG | context("ring"),
     "cp, long, ulysses": LONG | context("ulysses"),
@@ -161,7 +161,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "3d": GPT | GRID | {"tp": 8, "layout": "3d"},
     "2.5d": GPT | GRID | {"tp": 8, "layout": "2.5d"},
     "ring, several buckets": GPT | data("ring", bucket_mb=0.05),
-    "zbv": GPT | pipeline("zbv"),
+    "zbv": GPT | pipeline("zbv") | {"model.layers": 4},
     "dropout": GPT | {"dropout": 0.1},
     "zero2 fp16 full": GPT | data("zero2") | FP16 | FULL,
     "powersgd, experts": MOE | data("ddp", compression="powersgd", powersgd_rank=1) | {"dp": 4, "ep": 2},
