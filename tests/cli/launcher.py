@@ -8,6 +8,7 @@ its code.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -252,6 +253,7 @@ def _warm_up() -> None:
             program(words)
     fingerprint = directory.code_fingerprint()
     directory.code_fingerprint = lambda: fingerprint
+    gc.freeze()
 
 
 def _keep(request: dict[str, Any]) -> None:
