@@ -251,8 +251,8 @@ def _warm_up() -> None:
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
         for words in (["plan", "strategy=ddp", "dp=2"], ["plan", "-m", "strategy=ddp", "dp=1,2"]):
             program(words)
-    fingerprint = directory.code_fingerprint()
-    directory.code_fingerprint = lambda: fingerprint
+    fingerprint, state = directory.code_fingerprint(), directory.git_state()
+    directory.code_fingerprint, directory.git_state = lambda: fingerprint, lambda: state
     gc.freeze()
 
 
