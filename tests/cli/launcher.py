@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import traceback
@@ -242,12 +243,15 @@ def main(connection: socket.socket) -> None:
 
 
 def _warm_up() -> None:
-    """Do once what every launcher would do again, and nobody here changes: import, compose, hash the program's code."""
+    """Do once what every launcher would do again, and nobody here changes: import, compose, read the default
+    dataset, hash the program's code."""
     import matplotlib.backends.backend_svg
     import matplotlib.figure  # noqa: F401  (of a sweep's picture)
 
+    from parallelrun.data import pystdlib
     from parallelrun.launch.host import directory
 
+    pystdlib._read(Path(sysconfig.get_path("stdlib")), pystdlib.DEFAULT_MAX_BYTES)
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
         for words in (["plan", "strategy=ddp", "dp=2"], ["plan", "-m", "strategy=ddp", "dp=1,2"]):
             program(words)
