@@ -47,13 +47,13 @@ class StandardLibrary(DatasetDefinition):
 
 @lru_cache(maxsize=2)
 def _read(folder: Path, limit: int) -> tuple[tuple[files.ByteFile, ...], str]:
-    paths = []
+    paths: list[str] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in LEFT_OUT]
-        paths += [Path(parent, name) for name in names if name.endswith(".py")]
+        paths += [os.path.join(parent, name) for name in names if name.endswith(".py")]
     texts, used = [], 0
-    for path in sorted(paths, key=lambda path: path.relative_to(folder).as_posix()):
-        file = files.read_file(path, path.relative_to(folder).as_posix())
+    for name in sorted(path[len(str(folder)) + 1 :] for path in paths):
+        file = files.read_file(folder / name, name)
         used += file.content.size
         if used > limit:
             break

@@ -8,6 +8,7 @@ its code.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import traceback
@@ -241,17 +243,21 @@ def main(connection: socket.socket) -> None:
 
 
 def _warm_up() -> None:
-    """Do once what every launcher would do again, and nobody here changes: import, compose, hash the program's code."""
+    """Do once what every launcher would do again, and nobody here changes: import, compose, read the default
+    dataset, hash the program's code."""
     import matplotlib.backends.backend_svg
     import matplotlib.figure  # noqa: F401  (of a sweep's picture)
 
+    from parallelrun.data import pystdlib
     from parallelrun.launch.host import directory
 
+    pystdlib._read(Path(sysconfig.get_path("stdlib")), pystdlib.DEFAULT_MAX_BYTES)
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
         for words in (["plan", "strategy=ddp", "dp=2"], ["plan", "-m", "strategy=ddp", "dp=1,2"]):
             program(words)
-    fingerprint = directory.code_fingerprint()
-    directory.code_fingerprint = lambda: fingerprint
+    fingerprint, state = directory.code_fingerprint(), directory.git_state()
+    directory.code_fingerprint, directory.git_state = lambda: fingerprint, lambda: state
+    gc.freeze()
 
 
 def _keep(request: dict[str, Any]) -> None:

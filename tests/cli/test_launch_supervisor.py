@@ -98,13 +98,12 @@ def test_however_a_rank_fails_it_is_the_one_that_is_named(tmp_path, do, words):
     [
         ("ValueError", 0, 6, "ValueError: injected into save"),
         ("OSError without a number", 1, 6, "OSError: injected into save"),
-        ("AssertionError", 2, 6, "AssertionError: injected into save"),
-        *([("ValueError", 3, 6, "ValueError: injected into save")] if FULL else []),
+        ("AssertionError", 1, 6, "AssertionError: injected into save"),
         ("full disk", 1, 3, "step 1 could not be written to .*: rank 1: No space left on device"),
     ],
 )
 def test_an_exception_inside_save_has_its_own_code_and_names_its_own_rank(tmp_path, do, rank, code, words):
-    overrides = {"dp": 2, "tp": 2, "steps": 1, "strategy.data.kind": "zero1"}  # so that every rank has a file to write
+    overrides = {"dp": 2, "steps": 1, "strategy.data.kind": "zero1"}  # so that every rank has a file to write
     run = run_launcher(tmp_path, {"do": do, "rank": rank}, overrides=overrides, worker="fail_in_save")
     assert run.wait() == code, run.stderr
     assert (run.status["exit_code"], run.status["failed_rank"]) == (code, rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import types
 import typing
 from dataclasses import replace
@@ -55,7 +56,7 @@ def identity(config: Config, plan: Plan | None = None) -> str:
     values = dataclasses.asdict(config if plan is None else filled(config, plan))
     for key in _VOLATILE:
         values.pop(key)
-    return digest(yaml.safe_dump(values, sort_keys=True))
+    return digest(json.dumps(values, sort_keys=True))
 
 
 def filled(config: Config, plan: Plan) -> Config:

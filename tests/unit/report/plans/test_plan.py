@@ -100,7 +100,7 @@ def test_the_summary_has_at_most_40_lines_warnings_first(line, monkeypatch):
 LABELS = ("warning", "model", "strategy", "mesh", "batch", "memory", "schedule", "traffic", "cost")
 
 
-PLANNED = [{}, {"dp": 2, "tp": 2, "pp": 2}, {"pp": 4, "schedule": "gpipe"}, LARGE]
+PLANNED = [{}, {"dp": 2, "tp": 2, "pp": 2}, {"pp": 4, "schedule": "gpipe"}, {**LARGE, "pp": 16, "dp": 24}]
 # By default the narrowest, and of small plans every second one: every pair of a width, a kind of console and a plan.
 SHOWN = [(PLANNED[n], width, terminal) for n, width, terminal in product(range(4), (80, 100, 120), (False, True))
          if FULL or (width, terminal) == NARROWEST or (n < 3 and (n + width // 20 + terminal) % 2 == 0)]  # fmt: skip
