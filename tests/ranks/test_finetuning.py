@@ -114,4 +114,5 @@ def test_adapters_are_trained_as_on_one_device(cell: str) -> None:
 @pytest.mark.parametrize("more", [{}, BF16_BASE], ids=["", "bf16"])
 @pytest.mark.parametrize("cell", OF_MODULES)
 def test_adapters_of_a_users_module_are_trained_as_on_one_device(cell: str, more: dict[str, Any]) -> None:
-    assert_equal(parity({**MODULE, **LORA, **OF_MODULES[cell], **more}))
+    fewer = {"tp": 1} if more and "pp" in OF_MODULES[cell] else {}  # other cells have tp over such a base
+    assert_equal(parity({**MODULE, **LORA, **OF_MODULES[cell], **more, **fewer}))

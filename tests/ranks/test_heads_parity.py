@@ -22,13 +22,13 @@ PLANS: dict[str, dict[str, Any]] = {
     "3d": {"tp": 8, "layout": "3d", "global_batch": 16},
     "cp, ring": {"cp": 2},
     "cp, ulysses, tp": {"cp": 2, "tp": 2, "strategy.context.kind": "ulysses", "model.kv_heads": 4},
-    "ptdp": {"pp": 2, "tp": 2, "dp": 2, "global_batch": 16},
+    "tp, pp": {"pp": 2, "tp": 2},
     "selective, tp": {"tp": 2, "recompute": "selective"},
 }
 WIDE = llama(model__head_dim=6)
 
 
-@pytest.mark.parametrize("plan", ["tp, more ranks than kv heads", "3d", "cp, ulysses, tp"])
+@pytest.mark.parametrize("plan", ["tp, more ranks than kv heads", "cp, ulysses, tp"])
 def test_heads_of_a_size_of_their_own(plan: str) -> None:
     assert_equal(parity({**WIDE, **PLANS[plan]}))
 

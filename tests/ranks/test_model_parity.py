@@ -59,14 +59,12 @@ CELLS: dict[str, dict[str, Any]] = {
     },
     "module, ddp, nothing said": {"dp": 2, **MODULE},
     "module, fsdp, nothing said": {"dp": 2, **MODULE, **FSDP, "model.arguments": Frozen({"tied": True})},
-    "module, tp and pp": {"tp": 2, "pp": 2, **PLACED, "model.arguments": Frozen({"dropout": 0.2})},
     "module, tied, tp": {
         "tp": 2,
         **PLACED,
         "model.arguments": Frozen({"tied": True, "dropout": 0.2}),
         "recompute": "full",  # its own dropout's mask comes after the last sum
     },
-    "module, sequence parallel": {"tp": 2, **SLICED, "model.arguments": Frozen({"dropout": 0.2})},
     "module, sequence parallel, zero1": {
         "tp": 2,
         "dp": 2,
@@ -74,7 +72,10 @@ CELLS: dict[str, dict[str, Any]] = {
         "strategy.data.kind": "zero1",
         "recompute": "full",
     },
-    "module, sequence parallel, zero bubble": {"tp": 2, "pp": 2, **SLICED, "strategy.pipeline.kind": "zero_bubble"},
+    "module, sequence parallel, zero bubble": {
+        "tp": 2, "pp": 2, **SLICED, "strategy.pipeline.kind": "zero_bubble",
+        "model.arguments": Frozen({"dropout": 0.2}),
+    },
     "module, dropout on split columns": {
         "tp": 2,
         **SLICED,
