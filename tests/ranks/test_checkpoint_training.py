@@ -32,7 +32,7 @@ EXPERTS = {"model.experts": 6, "model.expert_period": 2, "model.router.bias_rate
 # three experts a rank for two copies, so that each is split inside
 SPREAD = {**EXPERTS, "dp": 4, "ep": 2, "strategy.data.kind": "fsdp"}
 # errors of four senders, of experts of two
-POWERSGD = {**EXPERTS, "dp": 4, "ep": 2, "strategy.data.compression": "powersgd", "strategy.data.powersgd_rank": 1}
+POWERSGD = {**EXPERTS, "dp": 4, "ep": 2, "strategy.data.compression": "powersgd", "strategy.data.powersgd_rank": 2}
 # two replicas, each of two ranks with different experts
 REPLICAS = {**EXPERTS, "dp": 4, "ep": 2, "strategy.data.kind": "local_sgd", "strategy.data.sync_every": 2}
 CONTEXT = {"cp": 2, "dp": 2, "strategy.data.kind": "fsdp"}

@@ -164,7 +164,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "zbv": GPT | pipeline("zbv") | {"model.layers": 4},
     "dropout": GPT | {"dropout": 0.1},
     "zero2 fp16 full": GPT | data("zero2") | FP16 | FULL,
-    "powersgd, experts": MOE | data("ddp", compression="powersgd", powersgd_rank=1) | {"dp": 4, "ep": 2},
+    "powersgd, experts": MOE | data("ddp", compression="powersgd") | {"dp": 4, "ep": 2},
     "adasum, highest when updates are combined": FEW | data("horovod", reduction="adasum"),
     "moe ep dropless": MOE | data("ddp") | {"ep": 2, "strategy.expert.kind": "dropless"},
     "moe tp sequence": MOE | {"tp": 2} | SEQUENCE,

@@ -152,21 +152,22 @@ class PowerSGD(Compression):
         tied = {name for pair in plan.tied_copies for name in pair}
         if len(shape) < 2 or parameter.layout.partial or parameter.name in tied:
             return False
-        rows, columns = matrix_shape(shape)
-        return 0 < (rows + columns) * num_columns(shape, self.rank) < rows * columns
+        _, rows, columns = matrix_sizes(parameter, shape)
+        return 0 < (rows + columns) * min(self.rank, rows, columns) < rows * columns
 
     def messages(self, bucket: Parts, plan: Plan) -> list[SummedMessage]:
         """Tensors that are not factored, left factors, right factors, each flat. Empty ones are left out."""
         factored = self._factored(bucket, plan)
-        uncompressed = sum(prod(shape) for _, shape in bucket) - sum(rows * columns for rows, columns, _ in factored)
-        left = sum(rows * rank for rows, _, rank in factored)
-        right = sum(columns * rank for _, columns, rank in factored)
+        uncompressed = sum(prod(shape) for _, shape in bucket) - sum(prod(sizes) for sizes in factored)
+        left = sum(count * rows * self.rank for count, rows, _ in factored)
+        right = sum(count * columns * self.rank for count, _, columns in factored)
         size = BYTES[self.dtype(plan)]
         return [SummedMessage(numel, size) for numel in (uncompressed, left, right) if numel]
 
     def held_bytes(self, bucket: Parts, plan: Plan) -> int:
         """The messages, the errors and two more right factors."""
-        more = sum(rows * columns + 2 * columns * rank for rows, columns, rank in self._factored(bucket, plan))
+        factored = self._factored(bucket, plan)
+        more = sum(count * columns * (rows + 2 * self.rank) for count, rows, columns in factored)
         return super().held_bytes(bucket, plan) + BYTES[self.dtype(plan)] * more
 
     def saved(self, parameter: HeldParameter, plan: Plan) -> dict[str, tuple[tuple[int, ...], Layout]]:
@@ -178,10 +179,12 @@ class PowerSGD(Compression):
         senders = plan.mesh.size(axis)
         if senders == 1 or not all(self.is_factored(parameter, part, plan) for part in parts):
             return {}
-        num_cuts = prod(plan.mesh.size(name) for name in layout.dims[0])
+        rows = row_dim(parameter)
+        num_cuts = prod(plan.mesh.size(name) for name in layout.dims[rows])
+        factor = senders, *shape[:rows], num_cuts, *shape[rows + 1 :], self.rank
         return {
             "error": ((senders, *shape), Layout(((axis,), *layout.dims))),
-            "factor": ((senders, num_cuts, *shape[1:], self.rank), Layout(((axis,), *layout.dims, ()))),
+            "factor": (factor, Layout(((axis,), *layout.dims, ()))),
         }
 
     def saved_bytes(self, plan: Plan) -> int:
@@ -198,19 +201,19 @@ class PowerSGD(Compression):
         return Equivalence("replay", f"PowerSGD of rank {self.rank} with error feedback")
 
     def _factored(self, bucket: Parts, plan: Plan) -> list[tuple[int, int, int]]:
-        """(rows, columns, rank) of the factored gradients of a bucket."""
-        shapes = [shape for parameter, shape in bucket if self.is_factored(parameter, shape, plan)]
-        return [(*matrix_shape(shape), num_columns(shape, self.rank)) for shape in shapes]
+        """(count, rows, columns) of the matrices of the factored gradients of a bucket."""
+        return [matrix_sizes(*part) for part in bucket if self.is_factored(*part, plan)]
 
 
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, columns) of a gradient seen as a matrix: dim 0 by all the others."""
-    return (shape[0], prod(shape[1:])) if shape else (1, 1)
+def row_dim(parameter: HeldParameter) -> int:
+    """The dim of a parameter that is the rows of its matrices: 1 of experts' weights, of which each has its own."""
+    return int(parameter.spec.layer_role == "expert" and len(parameter.spec.shape) == 3)
 
 
-def num_columns(shape: Sequence[int], rank: int) -> int:
-    """Columns of the factors of a gradient of that shape."""
-    return min(rank, *matrix_shape(shape))
+def matrix_sizes(parameter: HeldParameter, shape: Sequence[int]) -> tuple[int, int, int]:
+    """(count, rows, columns) of a gradient of local `shape` seen as matrices."""
+    rows = row_dim(parameter)
+    return prod(shape[:rows]), shape[rows], prod(shape[rows + 1 :])
 
 
 KINDS: dict[str, type[Compression]] = {cls.kind: cls for cls in (Compression, HalfPrecision, BFloat16, PowerSGD)}

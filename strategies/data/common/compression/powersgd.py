@@ -24,7 +24,7 @@ from parallelrun.training.loop.flat_tensors import flat_views, flatten
 
 from ..bucketed_plan import BucketedAllReduce
 from ..reducer import Kept, Part, Sum
-from .plan import PowerSGD, matrix_shape, num_columns
+from .plan import PowerSGD, matrix_sizes, row_dim
 
 
 def sender(buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum) -> tuple[Callable[[], Waitable], Kept]:
@@ -87,15 +87,16 @@ class Stack:
 
     def __init__(self, parts: Sequence[Part], rank: int):
         self.parts = list(parts)
-        self.gradients = [gradient.view(matrix_shape(gradient.shape)) for _, gradient in parts]
-        like = self.gradients[0]
+        stacks = [gradient.view(matrix_sizes(parameter, gradient.shape)) for parameter, gradient in parts]
+        self.gradients = [matrix for stack in stacks for matrix in stack]
+        self.counts = [len(stack) for stack in stacks]
+        like, number = self.gradients[0], len(self.gradients)
         rows, columns = like.shape
-        rank = num_columns(like.shape, rank)
         first = [first_right_factor(parameter.name, columns, rank) for parameter, _ in parts]
-        self.first = torch.stack(first).to(like)
+        self.first = torch.cat([own.expand(count, -1, -1) for own, count in zip(first, self.counts)]).to(like)
         self.right = self.first.clone()
-        self.error = like.new_zeros(len(parts), rows, columns)
-        self.left, self.summed_right = like.new_zeros(len(parts), rows, rank), like.new_zeros(len(parts), columns, rank)
+        self.error = like.new_zeros(number, rows, columns)
+        self.left, self.summed_right = like.new_zeros(number, rows, rank), like.new_zeros(number, columns, rank)
 
     def project(self) -> None:
         """P = (gradient + error) Q."""
@@ -116,8 +117,10 @@ class Stack:
     def kept(self, compression: PowerSGD, plan: Plan) -> Kept:
         """The errors and right factors, which live as long as the stack."""
         out = []
-        for (parameter, gradient), error, right in zip(self.parts, self.error, self.right):
-            views = error.view(1, *gradient.shape), right.view(1, 1, *gradient.shape[1:], -1)
+        errors, factors = self.error.split(self.counts), self.right.split(self.counts)
+        for (parameter, gradient), error, right in zip(self.parts, errors, factors):
+            shape, rows = gradient.shape, row_dim(parameter)
+            views = error.view(1, *shape), right.view(1, *shape[:rows], 1, *shape[rows + 1 :], -1)
             for (kind, (shape, layout)), view in zip(compression.saved(parameter, plan).items(), views):
                 spec = replace(parameter.spec, shape=shape)
                 local = LocalParameter(parameter.name, view, spec, layout, parameter.shared)
@@ -138,7 +141,7 @@ class FactoredSum:
         self._views = flat_views(self._flat, [gradient.shape for gradient in uncompressed])
         by_shape: dict[tuple[int, int], list[Part]] = defaultdict(list)
         for part in factored:
-            by_shape[matrix_shape(part[1].shape)].append(part)
+            by_shape[matrix_sizes(part[0], part[1].shape)[1:]].append(part)
         self.stacks = [Stack(parts, rank) for parts in by_shape.values()]
         self._left = _joined([stack.left for stack in self.stacks])
         self._right = _joined([stack.summed_right for stack in self.stacks])

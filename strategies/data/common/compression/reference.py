@@ -5,6 +5,8 @@ They share with the runtime only the arithmetic of one matrix and the choice of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from parallelrun.planner.pieces.expert_axes import replica_axis
 from parallelrun.training.verify.replay import ReplayRule
 
 from ..bucketed_plan import BucketedAllReduce
-from .plan import HalfPrecision, PowerSGD, matrix_shape, num_columns
+from .plan import HalfPrecision, PowerSGD, matrix_sizes
 from .powersgd import first_right_factor, next_right_factor, orthonormal
 
 Tensors = dict[str, Tensor]
@@ -63,32 +65,34 @@ class PowerSGDRule(ReplayRule):
             if compression.is_factored(parameter, shape, plan) and has_copies(parameter.layout, plan)
         }
         self._plan = plan
-        self._errors: dict[tuple[str, str], list[Tensor]] = {}
-        self._right: dict[tuple[str, str], Tensor] = {}
+        self._errors: dict[tuple[str, str, int], list[Tensor]] = {}
+        self._right: dict[tuple[str, str, int], Tensor] = {}
 
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
         """Sums of the tensors that are not factored, approximations of the others."""
         out = super().gradients(step, local)
         for name, key in sorted(self._factored):
-            parameter, _, place = self._parts[name][key]
+            parameter, shape, place = self._parts[name][key]
             senders = of_senders([replica[name][place] for replica in local], parameter.layout, self._plan)
-            approximation = self._approximate(name, key, senders)
+            stacks = zip(*(gradient.reshape(matrix_sizes(parameter, shape)) for gradient in senders))
+            each = [self._approximate((name, key, number), matrix) for number, matrix in enumerate(stacks)]
+            approximation = torch.stack(each).reshape(shape)
             for replica in out:
                 replica[name][place] = approximation
         return out
 
-    def _approximate(self, name: str, key: str, gradients: list[Tensor]) -> Tensor:
-        shape = matrix_shape(gradients[0].shape)
-        errors = self._errors.get((name, key)) or [torch.zeros(shape).to(gradients[0]) for _ in gradients]
-        first = first_right_factor(name, shape[1], num_columns(shape, self._rank)).to(gradients[0])
-        right = self._right.get((name, key), first)
-        corrected = [gradient.reshape(shape) + error for gradient, error in zip(gradients, errors)]
+    def _approximate(self, key: tuple[str, str, int], gradients: Sequence[Tensor]) -> Tensor:
+        """P Q^T of a matrix, from each sender's gradient of it. key: the parameter, its part, number of the matrix."""
+        errors = self._errors.get(key) or [torch.zeros_like(gradient) for gradient in gradients]
+        first = first_right_factor(key[0], gradients[0].shape[1], self._rank).to(gradients[0])
+        right = self._right.get(key, first)
+        corrected = [gradient + error for gradient, error in zip(gradients, errors)]
         left = orthonormal(sum((matrix @ right for matrix in corrected), torch.zeros_like(corrected[0] @ right)))
         answers = [matrix.T @ left for matrix in corrected]
-        self._errors[name, key] = [matrix - left @ answer.T for matrix, answer in zip(corrected, answers)]
+        self._errors[key] = [matrix - left @ answer.T for matrix, answer in zip(corrected, answers)]
         summed = torch.stack(answers).sum(0)
-        self._right[name, key] = next_right_factor(summed, first)
-        return (left @ summed.T).reshape(gradients[0].shape)
+        self._right[key] = next_right_factor(summed, first)
+        return left @ summed.T
 
 
 def has_copies(layout: Layout, plan: Plan) -> bool:
