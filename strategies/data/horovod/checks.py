@@ -127,13 +127,13 @@ def _check_experts(request: Request) -> list[Problem]:
     groups = [range(first, first + span) for first in range(0, request.dp, span)]
 
     def problem(key: str, group: range, why: str, legal: Sequence[object]) -> Problem:
-        message = f"ep={request.ep}: workers {group[0]} to {group[-1]} hold the experts of one model, and {why}"
+        message = f"ep={request.ep}: workers {group[0]} to {group[-1]} hold the experts of one model, so {why}"
         where = f"strategy.data.{key}"
         return Problem(message, where, f"{where}={_text(legal)} or ep=1", kind="undefined")
 
     cut = [group for members in data.process_sets for group in groups if 0 < len({*group} & {*members}) < span]
     if cut:
-        why, left, legal = "train in one process set with them", list(groups), []
+        why, left, legal = "a process set has all of them or none", list(groups), []
         for members in data.process_sets:
             own = [group for group in left if {*group} & {*members}]
             left = [group for group in left if group not in own]
@@ -142,8 +142,8 @@ def _check_experts(request: Request) -> list[Problem]:
     batches = data.worker_batches
     uneven = [group for group in groups if len({batches[worker] for worker in group}) > 1] if batches else []
     if uneven:
-        legal = [max(batches[worker] for worker in group) for group in groups for _ in group]
-        problems.append(problem("worker_batches", uneven[0], "join in the same step", legal))
+        equal = [max(batches[worker] for worker in group) for group in groups for _ in group]
+        problems.append(problem("worker_batches", uneven[0], "they join in the same step", equal))
     return problems
 
 

@@ -119,12 +119,12 @@ class Stack:
         out = []
         errors, factors = self.error.split(self.counts), self.right.split(self.counts)
         for (parameter, gradient), error, right in zip(self.parts, errors, factors):
-            shape, rows = gradient.shape, row_dim(parameter)
-            views = error.view(1, *shape), right.view(1, *shape[:rows], 1, *shape[rows + 1 :], -1)
+            local, rows = gradient.shape, row_dim(parameter)
+            views = error.view(1, *local), right.view(1, *local[:rows], 1, *local[rows + 1 :], -1)
             for (kind, (shape, layout)), view in zip(compression.saved(parameter, plan).items(), views):
                 spec = replace(parameter.spec, shape=shape)
-                local = LocalParameter(parameter.name, view, spec, layout, parameter.shared)
-                out.append((f"powersgd/{kind} of {'x'.join(map(str, shape))}", local))
+                kept = LocalParameter(parameter.name, view, spec, layout, parameter.shared)
+                out.append((f"powersgd/{kind} of {'x'.join(map(str, shape))}", kept))
         return out
 
 
