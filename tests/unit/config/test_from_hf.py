@@ -76,7 +76,7 @@ def test_plan_needs_nothing_but_the_file(file, monkeypatch, capsys):
     "content, said",
     [
         ("{", "config.json is not JSON"),
-        ("[]", "model_type is None, and known are gpt2, llama, mistral, phi3, mixtral, glm4_moe"),
+        ("[]", "model_type is None, and known are gpt2, llama, mistral, phi3, olmo2, mixtral, glm4_moe"),
         (json.dumps({**LLAMA_32, "hidden_act": "gelu"}), "hidden_act is 'gelu', and only silu is built"),
         (json.dumps({key: value for key, value in LLAMA_32.items() if key != "intermediate_size"}),
          "there is no intermediate_size"),
