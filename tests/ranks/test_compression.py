@@ -32,7 +32,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "powersgd, ddp": compressed("powersgd", rank=2, microbatches=2),
     "powersgd, ring of 3": {**compressed("powersgd", "ring", 1), "dp": 3, "global_batch": 12},
     "powersgd, many buckets, experts of two copies": {
-        **compressed("powersgd", "horovod", 2, **EXPERTS, **{"strategy.data.bucket_mb": 0.005}),
+        **compressed("powersgd", "horovod", 2, **EXPERTS, **{"strategy.data.bucket_mb": 0.02, "verify.steps": 2}),
         "dp": 4,
     },
     "fp16, experts without copies over cp": compressed("fp16", cp=2, **{**EXPERTS, "ep": 4}),

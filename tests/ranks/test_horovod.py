@@ -166,7 +166,7 @@ def test_all_stages_of_a_worker_join_together():
     assert document["surprises"] and all("pp" in surprise for surprise in document["surprises"])
 
 
-@pytest.mark.parametrize("degrees", [{"cp": 2}, {"tp": 2}, {"dp": 4, "ep": 2, **EXPERTS}], ids=str)
+@pytest.mark.parametrize("degrees", [{"cp": 2}, *[{"tp": 2}] * FULL, {"dp": 4, "ep": 2, **EXPERTS}], ids=str)
 def test_all_ranks_of_a_worker_join_together(degrees):
     """The messages inside a worker end when it joins, so that only the result is compared."""
     half = degrees.get("dp", 2) // 2

@@ -67,7 +67,7 @@ CELLS: dict[str, dict[str, Any]] = {
 RARE = (
     "local SGD, 4 replicas, accumulation, many buckets", "local SGD x 2d", "local SGD that ends between two rounds",
     "DiLoCo of a network with BatchNorm", "DiLoCo, heavy ball", "DiLoCo, 3 replicas",
-    "DiLoCo x pp", "DiLoCo x tp x pp",
+    "DiLoCo x pp", "DiLoCo x tp x pp", "DiLoCo of a replica with ep over dp x tp",
 )  # fmt: skip
 if not FULL:
     CELLS = {name: cell for name, cell in CELLS.items() if name not in RARE}
