@@ -66,9 +66,8 @@ class Layout:
         self, shape: tuple[int, ...], sizes: Mapping[str, int], coordinate: Mapping[str, int]
     ) -> tuple[int, ...]:
         """Shape of the part held at `coordinate`: the lengths of `ranges`."""
-        assert len(shape) == len(self.dims), f"{shape} has another number of dims than {self.dims}"
         lengths = []
-        for length, axes in zip(shape, self.dims):
+        for length, axes in zip(shape, self.dims, strict=True):
             for axis in axes:
                 size = -(-length // sizes.get(axis, 1))
                 length = max(0, min(size, length - size * coordinate.get(axis, 0)))

@@ -69,6 +69,7 @@ def element_bytes(spec: ParameterSpec, plan: Plan, layout: Layout | None = None)
     return BYTES[plan.data.weight_dtype(spec, layout or module_layout(spec, plan), plan)]
 
 
+@cached("weights_cache")
 def uses_rounded(plan: Plan) -> bool:
     """Whether any weight is rounded to the compute dtype, or widened, where it is used."""
     dtypes = {spec.stored or plan.precision.stored for spec in plan.spec.parameters.values()}

@@ -139,11 +139,12 @@ class ScheduleTraversal:
         """Bytes of weight gradients in pass `number` of a stage before they are added up, beyond what it began with: of
         two layers, as torch holds one's until it has the next's, and of one weight as it was computed. torch takes the
         layers in forward order, and frees what each read. I: the largest stands for others."""
-        layers = [layer for block in self._blocks[index] for layer in block.passes if layer.weights]
-        if kind == "I" or number == 0:  # the first become the sums
-            return max((layer.weights for layer in layers), default=0)
+        is_first = kind == "I" or number == 0  # the first become the sums
 
         def compute() -> int:
+            layers = [layer for block in self._blocks[index] for layer in block.passes if layer.weights]
+            if is_first:
+                return max((layer.weights for layer in layers), default=0)
             precision = self._plan.precision
             rounded = BYTES[precision.compute] if precision.compute != precision.stored else 0
             most = before = freed = 0
@@ -154,7 +155,7 @@ class ScheduleTraversal:
                 freed += layer.kept + layer.reads
             return most
 
-        return self._once("weights", index, 0, compute)
+        return self._once("weights", index, 0 if is_first else 1, compute)
 
     def _waits(self, index: int, number: int) -> list[int] | None:
         plan = self._plan

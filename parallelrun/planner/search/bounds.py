@@ -65,7 +65,8 @@ class Bounds:
         """(forward, backward, recomputation) of one microbatch of the model's commonest block; recomputation in the
         form that repeats most. Zeros where the cluster gives no rates."""
         # With sharded weights a block takes least, then with rounded ones: see `streaming.of_weights`.
-        least = max(group.datas, key=lambda data: _spares(data_strategy(data.kind)))
+        of_data = partial(max, group.datas, key=lambda data: _spares(data_strategy(data.kind)))
+        least: DataStrategyConfig = once(self._cache, ("least", *map(id, group.datas)), of_data)
         spares = _spares(data_strategy(least.kind))
         several = not spares[0] and self._legal.space.global_batch // group.dp // micro_batch > 1
         key = "seconds", tensor_of(group), micro_batch, spares, several
@@ -87,8 +88,7 @@ class Bounds:
         much. Over a grid it may keep more (`traffic.overlaps`)."""
         if not (group.schedule.splits_backward and tensor_strategy(group.tensor.kind).is_one_dimensional):
             return group
-        change = partial(replace, group.pipeline, kind=REFERENCE_SCHEDULE, virtual_stages=None)
-        pipeline = once(self._cache, ("plain", id(group.pipeline)), change)
+        pipeline = replace(group.pipeline, kind=REFERENCE_SCHEDULE, virtual_stages=None)
         return group._replace(pipeline=pipeline, schedule=pipeline_schedule(REFERENCE_SCHEDULE))
 
     def _number(self, stage: Stage) -> int:

@@ -91,7 +91,9 @@ def search(
     legal = Legal(space, _spec(space), device_of(config, gpus))
     searched = _Searched(legal, space.base.cluster, keep, most_counted, simplest)
     searched.find(against if keep > 1 else None)
-    return searched.result(against)
+    result = searched.result(against)
+    legal.clear()
+    return result
 
 
 def _spec(space: Space) -> ModelSpec:
@@ -138,10 +140,10 @@ class _Searched:
 
     def _leaves_all(self) -> bool:
         """Whether no plan can be priced, for a reason that does not depend on the plan."""
-        first, rows = self.first_pass, self.first_pass.rows
-        if not rows or not why_unknown(self._plan(rows[0], rows[0].group.datas[0]), self.cluster):
+        first, cluster = self.first_pass, self.cluster
+        if not any(why_unknown(self._plan(row, row.group.datas[0]), cluster) for row in first.rows[:1]):
             return False
-        leaf = next(((row, memory.datas[0][1]) for row in rows if (memory := first.memory(row)).fitting), None)
+        leaf = next(((row, memory.datas[0][1]) for row in first.rows if (memory := first.memory(row)).fitting), None)
         if leaf is None or not why_unknown(plan := self._plan(*leaf), self.cluster):
             return False
         self._leave(plan, leaf)
@@ -184,7 +186,7 @@ class _Searched:
                 if shards not in bounds:
                     bounds[shards] = self.times.least_s(self._plan(row, data)) or 0.0
                 entries.append((bounds[shards], _Waiting(row, data)))
-            if fitting and not self.first_pass.is_sifted:
+            if fitting or self.first_pass.is_sifted:
                 self.heavy += [(held + kept, row, data) for held, data in datas[fitting:]]
             return entries
         plan = self._plan(row, data)
@@ -232,10 +234,6 @@ class _Searched:
         faster = [unfit for unfit in self.unfit if unfit.time and unfit.time.step_s < limit]
         nearest = min(faster, key=lambda unfit: unfit.heaviest_bytes, default=None)
         heavy = [(size, number, row, data, False) for number, (size, row, data) in enumerate(self.heavy)]
-        for row in self.first_pass.rows if self.first_pass.is_sifted else ():
-            datas, fitting, kept = self.first_pass.memory(row)
-            for held, data in datas[fitting:]:
-                heavy.append((held + kept, len(heavy), row, data, False))
         heapq.heapify(heavy)
         left = MOST_NEAR
         while heavy and left > 0 and not (nearest and heavy[0][0] >= nearest.heaviest_bytes):
@@ -282,9 +280,9 @@ class _Searched:
         num_faster = 1 + sum(plan.time.step_s < against for plan in ordered if plan.time)
         if is_counted:
             return num_faster, num_faster
-        rows = [row for row in self.first_pass.rows if row.least_s < against]
-        may_be_faster = sum(self.first_pass.memory(row).fitting for row in rows)
-        return num_faster, max(num_faster, min(1 + may_be_faster, self.first_pass.considered - self.num_heavy))
+        first = self.first_pass
+        may_be_faster = sum(first.memory(row).fitting for row in first.rows if row.least_s < against)
+        return num_faster, max(num_faster, min(1 + may_be_faster, first.considered - self.num_heavy))
 
 
 def _complexity(seq: int, shape: tuple[Any, ...]) -> tuple[bool, int]:

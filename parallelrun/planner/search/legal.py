@@ -94,7 +94,7 @@ class Legal:
         self.removed: Counter[str] = Counter()
         self.examples: dict[str, Problem] = {}
         self._cache: dict[object, Any] = {}
-        self._tensors, self._pipelines = cache(space.tensors), cache(partial(_schedules, space, spec))
+        self._tensors, self._pipelines = cache(space.tensors), cache(self._schedules)
         self._cut = cache(partial(partition.cut, spec, space.base))
         self._sections: dict[str, DataStrategyConfig] = {}  # one of all equal ones: its id stands for it
         self._has_sets = any(layer.layer_role == SAMPLE_SET_ROLE for layer in spec.layers())
@@ -110,6 +110,15 @@ class Legal:
                     if legal is not None:
                         yield legal
 
+    def _schedules(self, pp: int) -> list[tuple[PipelineConfig, type[PipelineSchedule], int]]:
+        """Schedules with their numbers of stages per rank."""
+        cuttable, schedules = partition.num_cuttable(self.spec), []
+        for section in self.space.pipelines(pp, self.spec):
+            schedule = pipeline_schedule(section.kind if pp > 1 else "none")
+            stages = section.virtual_stages or schedule.default_virtual_stages(pp, cuttable)
+            schedules.append((section, schedule, stages if schedule.takes_virtual_stages else 1))
+        return schedules
+
     def plan(self, group: LegalGroup, micro_batch: int, recompute: str, data: DataStrategyConfig) -> Plan:
         """The plan of one candidate of a group. Those that differ in recomputation alone share all but that."""
         degrees = group.pp, group.dp, group.cp, group.tp, group.ep, group.expert.tp
@@ -119,6 +128,11 @@ class Legal:
             some = next(iter(plans.values()), None) or self._plan(group, micro_batch, data)
             plans[recompute] = some if some.recompute == recompute else some.sharing(recompute=recompute)
         return plans[recompute]
+
+    def clear(self) -> None:
+        """Free the caches of all plans. They refer to plans, so that else only a garbage collection would."""
+        for values in [values for values in self._cache.values() if isinstance(values, dict)]:
+            values.clear()
 
     def _plan(self, group: LegalGroup, micro_batch: int, data: DataStrategyConfig) -> Plan:
         """Return the plan of a candidate, with the recomputation of the configuration."""
@@ -276,18 +290,6 @@ class Legal:
         kinds = tensor_strategy(group.tensor.kind), group.schedule
         context = context_strategy(self.base.strategy.context.kind) if group.cp > 1 else None
         return StrategyClasses(data_strategy(data), *kinds, expert, context)
-
-
-def _schedules(space: Space, spec: ModelSpec, pp: int) -> list[tuple[PipelineConfig, type[PipelineSchedule], int]]:
-    """Schedules with their numbers of stages per rank."""
-    schedules = []
-    for section in space.pipelines(pp, spec):
-        schedule, stages = pipeline_schedule(section.kind if pp > 1 else "none"), 1
-        if schedule.takes_virtual_stages:
-            default = schedule.default_virtual_stages(pp, partition.num_cuttable(spec))
-            stages = section.virtual_stages or default
-        schedules.append((section, schedule, stages))
-    return schedules
 
 
 def _distinct(spec: ModelSpec) -> ModelSpec:

@@ -14,6 +14,7 @@ from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.run_schema import DataStrategyConfig
 from parallelrun.planner.contract.classes import splits_backward
 from parallelrun.planner.contract.data_strategy import ExchangeForm
+from parallelrun.planner.contract.parameters import distinct_parameters
 from parallelrun.planner.contract.plan import Collective, Plan, once
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.memory.peak import gradient_bytes
@@ -24,7 +25,7 @@ from ..common.bucket_prediction import buckets_of, check_shardable, final_collec
 from ..common.buckets import padded_numel, reduce_bytes, shard_dim
 from ..common.keys import FSDPConfig
 from . import checks
-from .units import Unit, UnitSharding, has_unsharded
+from .units import Unit, UnitSharding, is_unsharded
 
 ENGINE = "engine"  # the purpose of what torch's engine sends by itself
 
@@ -182,7 +183,10 @@ class FSDP(UnitSharding):
             if plan.mesh.size("dp_replicate") > 1:
                 shard = reduced // plan.mesh.size(unit.axis)
                 rows.append(Collective("dp_replicate", "all_reduce", ENGINE, count, count * shard))
-        if not has_unsharded(plan, pp_rank):
+        parameters = distinct_parameters(plan, pp_rank)
+        if not once(
+            plan.weights_cache, ("unsharded", pp_rank), lambda: any(is_unsharded(p, plan) for p, _ in parameters)
+        ):
             return merge(rows) + final
         buckets = buckets_of(pp_rank, coordinate, plan)
         for number, axis in enumerate(buckets.axes):

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parallelrun.base.layout import Layout
-from parallelrun.planner.contract.caching import cached
 from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy, FlattenedDims, MeshDims
 from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters, held_parameters
 from parallelrun.planner.contract.plan import Plan, Stage, once
@@ -136,12 +135,6 @@ def shard_axis(plan: Plan, layout: Layout | None = None) -> str:
 def is_unsharded(parameter: HeldParameter, plan: Plan) -> bool:
     """Whether a parameter is in no unit because it has no copies to shard over."""
     return plan.mesh.size(shard_axis(plan, parameter.layout)) == 1
-
-
-@cached("weights_cache")
-def has_unsharded(plan: Plan, pp_rank: int) -> bool:
-    """Whether any parameter of a pp rank is in no unit."""
-    return any(is_unsharded(parameter, plan) for parameter, _ in distinct_parameters(plan, pp_rank))
 
 
 def _counted_blocks(stage: Stage, plan: Plan, counted: bool) -> list[tuple[str, bool, int]]:
