@@ -109,17 +109,6 @@ def load_of_the_first_row() -> None:
     router_step.RoutingUpdater.__init__ = wrong
 
 
-def experts_not_summed_over_columns() -> None:
-    """Every column of the grid takes its features of what its own parts of experts give."""
-    from parallelrun.strategies.tensor.grid import layers
-
-    def wrong(self: layers.GridExpertOutput, x: torch.Tensor, num_samples: int) -> torch.Tensor:
-        group = self.mesh.group("col")
-        return x.view(num_samples, -1, x.size(1)).chunk(group.size, -1)[group.index]
-
-    layers.GridExpertOutput.forward = wrong
-
-
 def slices_exchanged_once() -> None:
     """What comes back from experts is sent, and its gradient is not."""
     from parallelrun.models import exchange

@@ -70,13 +70,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "2d dp zero1": {**SQUARE, **data("zero1"), **ONE_LAYER},
     "2d dp fsdp": {**TWO_STEPS, **SQUARE, **data("fsdp"), **ONE_LAYER},
     "2d pp zero_bubble": {**SQUARE, **schedule("zero_bubble")},
-    "2d experts, ep, fsdp": {
-        **SQUARE, **EXPERTS, **ONE_LAYER, **data("fsdp"), "ep": 2, "strategy.expert.kind": "capacity",
-    },
-    "2d experts, ep over tp, zero bubble": {
-        **EXPERTS, **SPANS, **schedule("zero_bubble"), "layout": "2d", "tp": 2, "grid": "1x2", "ep": 2,
-    },
-    "3d experts, ep over tp, recomputed": {**CUBE, **EXPERTS, **ONE_LAYER, **SPANS, "ep": 8, "recompute": "full"},
+    "2d experts, ep over tp, recomputed": {**SQUARE, **EXPERTS, **ONE_LAYER, **SPANS, "recompute": "full"},
 }  # fmt: skip
 FULL_CELLS: dict[str, dict[str, Any]] = {
     "2d dp pp": {**SQUARE, **data("ddp"), **schedule("gpipe")},
@@ -102,6 +96,13 @@ FULL_CELLS: dict[str, dict[str, Any]] = {
     "2d dp pp fsdp": {**SQUARE, **data("fsdp"), **schedule("1f1b")},
     "2d fp32": {**SQUARE, "verify.precision": "fp32"},
     "3d fp32": {**CUBE, "verify.precision": "fp32"},
+    "2d experts, ep, fsdp": {
+        **SQUARE, **EXPERTS, **ONE_LAYER, **data("fsdp"), "ep": 2, "strategy.expert.kind": "capacity",
+    },
+    "2d experts, ep over tp, zero bubble": {
+        **EXPERTS, **SPANS, **schedule("zero_bubble"), "layout": "2d", "tp": 2, "grid": "1x2", "ep": 2,
+    },
+    "3d experts, ep over tp, recomputed": {**CUBE, **EXPERTS, **ONE_LAYER, **SPANS, "ep": 8, "recompute": "full"},
     "2.5d experts, recomputed": {**DEEP, **EXPERTS, "recompute": "full", **DROPS},
     "2x1 experts, ep over dp x tp": {**SQUARE, **EXPERTS, **SPANS, "tp": 2, "grid": "2x1", "dp": 2},
     "2d experts, cp, two levels": {

@@ -156,7 +156,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "2d of one row full": GPT | GRID | {"tp": 4, "layout": "2d", "strategy.tensor.grid": "1x4"} | FULL,
     # Weights that the second forward has rounded stay until their products' backward.
     "llama full bf16, few tokens": LLAMA | FULL | BF16 | {"model.seq": 16, "micro_batch": 1},
-    "moe 2d": MOE | {"tp": 4, "layout": "2d", "model.layers": 2, "model.shared_experts": 1},
     "moe 2d, ep over tp, full": MOE | {"tp": 4, "layout": "2d", "ep": 4, "strategy.expert.tp": 1} | FULL,
     "3d": GPT | GRID | {"tp": 8, "layout": "3d"},
     "2.5d": GPT | GRID | {"tp": 8, "layout": "2.5d"},

@@ -135,7 +135,6 @@ PLANTED: list[tuple[str, Overrides]] = [
     ("routers_of_the_first_samples", {**GRID_EXPERTS, "model.router.jitter": 0.1}),
     ("auxiliary_loss_divided_by_all_of_tp", GRID_EXPERTS),
     ("load_of_the_first_row", {**GRID_EXPERTS, **BIASED}),
-    ("experts_not_summed_over_columns", GRID_EXPERTS),
     ("columns_of_latent_norms_not_summed", GRID_LATENT),
     ("columns_of_latent_weights_not_summed", GRID_LATENT),
     ("slices_exchanged_once", {**GRID_EXPERTS, "ep": 4, "strategy.expert.tp": 1}),
