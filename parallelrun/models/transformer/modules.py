@@ -177,20 +177,19 @@ class SelfAttention(Attention):
         self.close(name, make, model.heads * self.value_dim, causal)
 
     def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = (
-            self._by_head(part, norm) for part, norm in zip(self.qkv(x), (self.q_norm, self.k_norm, None))
-        )
+        by_head, (q, k, v) = (-1, self.value_dim), self.qkv(x)
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        query, key = q.unflatten(-1, by_head), k.unflatten(-1, by_head)
+        if self.q_norm is not None and self.k_norm is not None and self.norms_heads:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+        value = v.unflatten(-1, by_head).transpose(1, 2)
         if self.rotary is not None:
             positions = self.positions(query)
             query = functions.rotate(query, self.rotary, positions)
             key = functions.rotate(key, self.rotary, positions)
         return query, key, value
-
-    def _by_head(self, x: Tensor, norm: layers.HiddenNorm | None) -> Tensor:
-        """x (batch, seq, heads x features), with a norm of each head or of all -> (batch, heads, seq, features)."""
-        x = norm(x) if norm is not None and not self.norms_heads else x
-        x = x.unflatten(-1, (-1, self.value_dim))
-        return (norm(x) if norm is not None and self.norms_heads else x).transpose(1, 2)
 
 
 class FeedForward(layers.TensorModule):
