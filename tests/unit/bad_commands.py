@@ -285,7 +285,6 @@ OWN_MODULES = [
     f"{_MODULE} tp=2",
     f"{_MODULE} pp=2",
     f"{_MODULE} layout=2d tp=4",
-    f"{_MODULE} model.blocks=[embed,layers.*] pp=2",
     f"{_MODULE} model.blocks=[embd,layers.*,head] pp=2",
     f"{_MODULE} model.blocks=[layers.*,embed,head] pp=2",
     f"{_MODULE} 'model.roles={{embed: column_parallel}}' tp=2",
