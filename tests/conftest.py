@@ -30,8 +30,8 @@ from tests.pool import run_ranks as _run_ranks
 # whole would leave one of them alone with the last one.
 CELL_BY_CELL = ("tests/ranks/test_grid_parity.py", "tests/ranks/test_mutants.py", "tests/ranks/test_parity.py")
 
-# New objects that may wait for the garbage collector: with Python's 700, unit tests spend a fifth of their time on it, with
-# a million 7 %.
+# New objects that may wait for the garbage collector: with Python's 700, unit tests spend a fifth of their time on it,
+# with a million 7 %.
 MOST_GARBAGE = 10_000_000
 
 

@@ -141,7 +141,7 @@ class OwnForwardNetwork(Network):
                 raise undefined(f"forward changes what {last} returns, in place", "x = x + ..., not x += ...", "pp")
         if out is None or self._received is not None:
             message = f"forward does not call {last} behind the modules in front of it, and in front of those behind it"
-            raise undefined(f"{message}: model.before names what runs before the blocks", "pp=1", "pp")
+            raise undefined(f"{message}: model.before names what runs before the blocks", "leave model.blocks out")
         if isinstance(out, AbsentTensor):
             message = f"{last} or what runs before it reads more of earlier stages, or of the inputs, than one tensor"
             raise undefined(f"forward cannot be cut: {message}", "pp=1", "pp")
