@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any, TypeVar
 
@@ -16,7 +16,12 @@ TWO_STEPS: dict[str, Any] = {} if FULL else {"verify.steps": 2}
 
 def examples(count: int) -> int:
     """How many random examples a property is tried with, of the `count` that the full matrix takes."""
-    return count if FULL else count // 5
+    return count if FULL else max(1, count // 10)
+
+
+def every(step: int, cells: Iterable[Cell]) -> list[Cell]:
+    """All cells of the full matrix, else every `step`th one: of cells whose neighbours show the same."""
+    return list(cells)[:: 1 if FULL else step]
 
 
 def pairs(settings: Mapping[str, object]) -> set[tuple[object, object]]:

@@ -226,8 +226,8 @@ def test_a_mistake_ends_with_2_and_one_readable_message(line, shell):
     assert [text for text in SAID[line] if text not in stderr] == [], stderr
 
 
-# Every line, or every fourth one.
-PARTS = {f"{part} of 8": CATALOGUE[part::8] for part in range(0, 8, 1 if FULL else 4)}
+# Every line, or every eighth one.
+PARTS = {f"{part} of 8": CATALOGUE[part::8] for part in range(0, 8, 1 if FULL else 8)}
 
 
 @pytest.mark.parametrize("lines", [*PARTS.values(), OWN_MODULES], ids=[*PARTS, "a module of the user's own"])

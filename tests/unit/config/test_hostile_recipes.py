@@ -10,6 +10,7 @@ import pytest
 
 from parallelrun.cli.main import main
 from parallelrun.config import presets
+from tests.matrix import FULL
 
 DEADLINE_S = 5.0
 EVIL_MODEL = "name: module\npreset: evil\nsource: {root}/evil.py:build\ndescription: {root}/outside\n"
@@ -184,6 +185,22 @@ CASES = {
 }  # fmt: skip
 
 
+# What others show, too: the same place named otherwise, the same growth of another value, a like limit of a key.
+SHOWN_BY_OTHERS = {
+    "runs code: a model with back slashes", "runs code: a model over several lines", "runs code: a model with a NUL",
+    "runs code: a dataset of another folder", "runs code: a strategy of another folder",
+    "runs code: a parent recipe of another folder, as a group", "runs code: a parent that is another group's",
+    "runs code: an instruction in dots", "runs code: Hydra's callbacks", "runs code: a tag by its full name",
+    "resolver: oc.select", "resolver: oc.dict.values", "resolver: Hydra's node", "writes outside: the home folder",
+    "writes outside: by interpolation", "writes outside: the sweep to go on with", "writes outside: the model's name",
+    "writes outside: a tilde by interpolation", "bomb: deep mappings", "bomb: a long number in a mapping",
+    "bomb: a tenfold text", "bomb: each other", "bomb: nested keys", "size: the most layers",
+    "size: layers of an mlp", "size: heads", "size: vocab", "size: tensor ranks", "size: stages", "size: steps",
+    "size: a depth",
+}  # fmt: skip
+assert CASES.keys() >= SHOWN_BY_OTHERS
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
     """A working folder, and beside it what an attacker has put on the machine."""
@@ -204,7 +221,7 @@ def files_below(root: Path) -> dict[str, int]:
     return {str(path): path.stat().st_size for path in sorted(root.rglob("*"))}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if FULL or case not in SHOWN_BY_OTHERS])
 def test_a_hostile_recipe_is_refused(case, place, capsys):
     climb = os.path.relpath(place, presets.folder() / "model")
     text = CASES[case].format(climb=climb, root=place)

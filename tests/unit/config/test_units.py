@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
+
 import pytest
 
 from parallelrun.base.errors import ConfigError
@@ -87,12 +90,18 @@ def test_no_rate_may_be_negative_and_those_that_divide_may_not_be_zero(key):
         tiny_plan({key.name: 0.0})
 
 
+@pytest.fixture(scope="module")
+def listed():
+    with redirect_stdout(io.StringIO()) as screen:
+        assert main(["ls", "keys"]) == 0
+    return screen.getvalue()
+
+
 @pytest.mark.parametrize("key", [key for key in known_keys().values() if key.plausible], ids=lambda key: key.name)
-def test_a_plausible_range_has_a_unit_and_is_shown(key, capsys):
+def test_a_plausible_range_has_a_unit_and_is_shown(key, listed):
     low, high = key.plausible
     assert low < high and key.unit in CONFUSED
-    assert main(["ls", "keys"]) == 0
-    assert f"{low:g} to {high:g} {key.unit}" in capsys.readouterr().out
+    assert f"{low:g} to {high:g} {key.unit}" in listed
 
 
 def test_a_negative_rate_is_likely_meant_without_its_sign():

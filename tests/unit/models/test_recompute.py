@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from parallelrun.models.gpt import network, spec
 from parallelrun.models.moe.layer import MoE
 from parallelrun.models.network import Network, compile_blocks
 from tests.live_bytes import LiveBytes
+from tests.matrix import FULL
 from tests.plans import tiny_config
 
 GSHARD = RouterConfig(kind="gshard", second_expert="random", capacity_factor=1.0, jitter=0.1)
@@ -52,12 +54,16 @@ def gradients(gpt: Network) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), found
 
 
-@pytest.mark.parametrize("mode", ["selective", "full", recompute.KEPT])
-@pytest.mark.parametrize(
-    "overrides",
-    [{}, LLAMA, {"model.attention_dropout": 0.1}, EXPERTS],
-    ids=["gpt", "llama", "attention dropout", "experts"],
-)
+KINDS = {"gpt": {}, "llama": LLAMA, "attention dropout": {"model.attention_dropout": 0.1}, "experts": EXPERTS}
+
+
+def chosen(modes: Sequence[Any], kinds: Sequence[str]) -> list[Any]:
+    """Every mode with every kind of model; by default each mode and each kind in every second cell."""
+    return [pytest.param(mode, KINDS[kind], id=f"{kind}-{mode}") for n, mode in enumerate(modes)
+            for k, kind in enumerate(kinds) if FULL or (n + k) % 2 == 0]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "overrides"), chosen(MODES[1:], [*KINDS]))
 def test_gradients_are_bitwise_those_of_keeping_everything(mode: str, overrides: dict[str, Any]) -> None:
     loss, expected = gradients(built("none", overrides))
     again, found = gradients(built(mode, overrides))
@@ -66,11 +72,14 @@ def test_gradients_are_bitwise_those_of_keeping_everything(mode: str, overrides:
         assert torch.equal(found[name], gradient), name
 
 
-@pytest.mark.parametrize(("mode", "precision"), [("none", "fp16"), *((m, "bf16") for m in MODES)])
-@pytest.mark.parametrize("overrides", [{}, LLAMA, EXPERTS], ids=["gpt", "llama", "experts"])
+PRECISIONS = [("none", "fp16"), *((mode, "bf16") for mode in MODES)]
+
+
+@pytest.mark.parametrize(("how", "overrides"), chosen(PRECISIONS, ["gpt", "llama", "experts"]))
 def test_rounding_again_in_backward_gives_the_bits_of_kept_copies(
-    mode: str, overrides: dict[str, Any], precision: str
+    how: tuple[str, str], overrides: dict[str, Any]
 ) -> None:
+    mode, precision = how
     keeps_copies = built("none", overrides, precision)
     keeps_copies.rounds_weights = False
     loss, expected = gradients(keeps_copies)
@@ -80,8 +89,7 @@ def test_rounding_again_in_backward_gives_the_bits_of_kept_copies(
         assert found[name].dtype == torch.float32 and torch.equal(found[name], gradient), name
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("overrides", [{}, LLAMA, EXPERTS], ids=["gpt", "llama", "experts"])
+@pytest.mark.parametrize(("mode", "overrides"), chosen(MODES, ["gpt", "llama", "experts"]))
 def test_a_microbatch_in_flight_keeps_no_rounded_weights(mode: str, overrides: dict[str, Any]) -> None:
     """Weights of a block are 12 x 64 x 64 numbers here, activations a few times 16 x 64."""
     held, wide = {}, {**overrides, "model.hidden": 64}
@@ -116,7 +124,7 @@ def test_an_unknown_mode_is_named() -> None:
         recompute.apply(built("none", {}), "some")
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", "full"] if FULL else ["full"])
 def test_a_block_traces_in_one_piece(mode: str) -> None:
     """Dropout's scope, rotary positions and recomputation around it break no graph; numbers stay."""
     overrides = {**LLAMA, "model.layers": 1, "model.attention_dropout": 0.1}

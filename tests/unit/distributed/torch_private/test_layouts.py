@@ -17,9 +17,10 @@ from parallelrun.models.network import allocate
 from parallelrun.models.optimizer import Optimizer
 from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.model.model_spec import Initialiser, ParameterSpec
+from tests.matrix import FULL
 from tests.stand_in_gpu import OnGpu, stand_in_gpu
 
-DRAWS = 150
+DRAWS = 150 if FULL else 60
 BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 0.2}  # of sums of up to 9 products
 
 

@@ -11,6 +11,7 @@ from parallelrun.planner.facts.alternatives import Alternative, Alternatives, da
 from parallelrun.planner.facts.document import document
 from parallelrun.planner.facts.plan_facts import facts, figures
 from parallelrun.planner.resolve.resolve_config import resolve
+from tests.matrix import every
 from tests.plans import tiny_config
 
 DGX = {"cluster.gpus_per_node": 4, "cluster.intra_gb_s": 100.0, "cluster.inter_gb_s": 10.0, "cluster.latency_us": 5.0}
@@ -68,7 +69,7 @@ OWN = [(compared, name, {"dp": 4, **overrides}) for overrides, name in SELECTED]
 OWN += [(split, name, {**SPLIT, **overrides}) for name, overrides in LAYOUTS]
 
 
-@pytest.mark.parametrize(("table", "name", "overrides"), OWN, ids=[f"{n}-{name}" for n, (_, name, _) in enumerate(OWN)])
+@pytest.mark.parametrize(("table", "name", "overrides"), every(2, OWN))
 def test_the_plans_own_strategy_is_marked_once_and_has_the_figures_of_its_plan(table, name, overrides):
     config = tiny_config({**RATES, **overrides})
     plan = resolve(config)
@@ -82,7 +83,7 @@ def test_the_plans_own_strategy_is_marked_once_and_has_the_figures_of_its_plan(t
 
 @pytest.mark.parametrize(
     ("name", "overrides"),
-    [
+    every(2, [
         ("zero1", {"strategy.data.kind": "zero1", "tp": 2}),
         ("fsdp", {"strategy.data.kind": "fsdp"}),
         ("ring algorithm=tree", {"strategy.data.kind": "ring", "strategy.data.algorithm": "tree"}),
@@ -90,8 +91,8 @@ def test_the_plans_own_strategy_is_marked_once_and_has_the_figures_of_its_plan(t
         ("ps servers=1", {**PS, "dp": 7, "global_batch": 14}),
         ("ps servers=half", {**PS, "dp": 4, "servers": 4, "global_batch": 8}),
         ("diloco", {"strategy.data.kind": "diloco", "tp": 2}),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_another_strategy_is_the_plan_that_a_user_gets_who_asks_for_it(name, overrides):
     """On equal nodes and with equal samples per worker, so that servers take the places of workers."""
     tp = {key: overrides[key] for key in ("tp",) if key in overrides}

@@ -14,6 +14,7 @@ from parallelrun.planner.facts.advice import warnings
 from parallelrun.planner.facts.plan_facts import facts
 from parallelrun.planner.resolve import rules
 from parallelrun.planner.resolve.resolve_config import resolve
+from tests.matrix import every
 from tests.plans import tiny_config, tiny_plan
 
 
@@ -287,7 +288,7 @@ OTHERS = [("optimizer.lr", float("inf")), ("optimizer.betas", [0.9, 1.0]), ("opt
 
 def test_a_value_outside_the_bounds_of_its_key_is_refused_with_a_legal_one():
     assert len(BOUNDS) > 250
-    for key, value in BOUNDS + OTHERS:
+    for key, value in every(3, BOUNDS) + OTHERS:
         problem = next(one for one in problems_of({key: value}) if one.where in (key, key.removesuffix(".name")))
         assert problem.suggestion, (key, value)
 

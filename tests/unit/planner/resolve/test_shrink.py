@@ -15,6 +15,7 @@ from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.resolve import shrink
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.planner.resolve.shrink import MOST_RANKS, features, shrunk
+from tests.matrix import every
 
 LARGE = {
     "gpt_1t on 3072 ranks": "model=gpt_1t strategy=ptdp tp=8 pp=64 dp=6 global_batch=3072 microbatches=512",
@@ -47,7 +48,7 @@ def planned(words: str) -> tuple[Config, Plan]:
     return composed.config, resolve(composed.config, given=composed.given)
 
 
-@pytest.mark.parametrize("words", LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize("words", every(2, LARGE.values()), ids=every(2, LARGE))
 def test_the_structure_stays_on_few_ranks(words):
     config, plan = planned(words)
     found = shrunk(config, plan)

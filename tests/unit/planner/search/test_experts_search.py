@@ -15,7 +15,7 @@ def best_of(*words: str, world: int):
 
 
 def test_mixtral_on_64_h100_has_an_expert_a_rank():
-    found = best_of("model=mixtral_8x7b", "model.seq=4096", "cluster=h100_dgx", "global_batch=512", world=64)
+    found = best_of("model=mixtral_8x7b", "model.seq=4096", "cluster=h100_dgx", "global_batch=128", world=64)
     assert "ep=8" in found.overrides and 0.3 < found.time.mfu < 0.5
 
 
