@@ -31,8 +31,8 @@ PLANS: dict[str, dict[str, Any]] = {
 REPLAYED = {"dp": 2, "global_batch": 8}
 PLANS_OF_RANKS: dict[str, dict[str, Any]] = {
     "fsdp": GPT | REPLAYED | {"strategy.data.kind": "fsdp"},
-    "tp": GPT | {"tp": 2},
-    "pp": GPT | {"pp": 2},
+    "tp": GPT | {"tp": 2, "verify.steps": 1},
+    "pp": GPT | {"pp": 2, "verify.steps": 1},
     "local sgd": GPT | REPLAYED | {"strategy.data.kind": "local_sgd"},
     "powersgd": GPT | REPLAYED | {"strategy.data.compression": "powersgd"},
     **({"ddp": GPT | REPLAYED} if FULL else {}),
