@@ -116,13 +116,18 @@ PLANS: dict[str, dict[str, Any]] = {
     "norms of heads with biases, tp sequence": GPT | {"tp": 2, "model.qk_norm": "head"} | SEQUENCE,
     "norms of heads, 2d": GPT | GRID | {"tp": 4, "layout": "2d", "model.qk_norm": "head", "model.norm": "rmsnorm"},
     "norms of all heads and of results, tp sequence selective": LLAMA
+    | ONE_LAYER
     | {"tp": 2, "model.qk_norm": "all", "model.norm_position": "post"}
     | SEQUENCE
     | SELECTIVE,
     "window, long": LONG | {"model.window": 200},
     "window, long, cp": LONG | {"model.window": 100} | context("ring", order="striped"),
-    "wide heads tp": LLAMA | {"tp": 2, "model.head_dim": 48},
-    "latent tp sequence selective, queries of x": LATENT | {"tp": 2, "model.q_lora_rank": None} | SEQUENCE | SELECTIVE,
+    "wide heads tp": LLAMA | ONE_LAYER | {"tp": 2, "model.head_dim": 48},
+    "latent tp sequence selective, queries of x": LATENT
+    | ONE_LAYER
+    | {"tp": 2, "model.q_lora_rank": None}
+    | SEQUENCE
+    | SELECTIVE,
     "fsdp, reduced once": LLAMA | data("fsdp", reduce_each_microbatch=False),
     "local sgd": GPT | data("local_sgd"),
     "fsdp x 1f1b bf16, highest when a block is reduced": FEW
@@ -166,7 +171,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero2 fp16 full": GPT | ONE_LAYER | data("zero2") | FP16 | FULL,
     "powersgd, experts": MOE | ONE_LAYER | data("ddp", compression="powersgd") | {"dp": 4, "ep": 2},
     "adasum, highest when updates are combined": FEW | data("horovod", reduction="adasum"),
-    "moe ep dropless": MOE | data("ddp") | {"ep": 2, "strategy.expert.kind": "dropless"},
+    "moe ep dropless": MOE | ONE_LAYER | data("ddp") | {"ep": 2, "strategy.expert.kind": "dropless"},
     "moe tp sequence": MOE | {"tp": 2} | SEQUENCE,
     "moe, ep over tp": MOE | {"tp": 2, "ep": 2, "strategy.expert.tp": 1},
     "moe, ep over tp, full": MOE | ONE_LAYER | {"tp": 2, "ep": 2, "strategy.expert.tp": 1} | FULL,
@@ -205,7 +210,9 @@ SUMMA = GPT | GRID | {"tp": 4, "layout": "2d", "strategy.tensor.form": "summa"}
 # Everything in these stands in other plans too.
 SELDOM = {
     "module", "module lora", "norms of heads, 2d", "zero1 bf16", "tp", "cp, long", "interleaved", "zero bubble bf16",
-    "moe, ep over tp", "moe tp sequence", "tp sequence selective bf16", "fsdp x zero bubble, few tokens, packed",
+    "gpt large vocabulary", "local sgd", "fsdp, highest when the root is reduced",
+    "norms of heads with biases, tp sequence", "moe, ep over tp", "moe tp sequence",
+    "tp sequence selective bf16", "fsdp x zero bubble, few tokens, packed",
 }  # fmt: skip
 # Of four microbatches without a pipeline, the last two only repeat the second.
 PLANS = {name: _shorter(overrides) for name, overrides in PLANS.items() if matrix.FULL or name not in SELDOM}
