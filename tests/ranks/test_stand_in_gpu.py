@@ -20,11 +20,12 @@ EXPERTS = {"model.experts": 4, "model.expert_ffn": 32}
 ONE_BLOCK = {"model.layers": 1, "model.expert_period": 1}  # looking for corruption runs it some twenty times
 BF16, FP16 = {"precision.name": "bf16"}, {"precision.name": "fp16"}
 # What a run does beside its steps: it saves in the background, looks for corruption and evaluates.
-BESIDE = {"checkpoint.every": 1, "sdc.every": 1, "eval.batches": 1}
+BESIDE = {"checkpoint.every": 1, "sdc.every": 1 if FULL else 2, "eval.batches": 1}
 RUNS = {
-    "one device, fp16": FP16 | BESIDE | {"dropout": 0.1, "recompute": "selective"},
+    "one device, fp16": FP16 | BESIDE | {"model.layers": 1, "dropout": 0.1, "recompute": "selective"},
     "fsdp with experts": LLAMA | EXPERTS | ONE_BLOCK | BESIDE | {"dp": 2, "ep": 2, "strategy.data.kind": "fsdp"},
-    "rings of gradients and keys": BF16 | {"dp": 2, "cp": 2, "strategy.data.kind": "ring", "model.heads": 2},
+    "rings of gradients and keys": BF16
+    | {"dp": 2, "cp": 2, "strategy.data.kind": "ring", "model.heads": 2, "model.layers": 1},
     "stages": {"pp": 2, "schedule": "1f1b", "dataset.pack": True, "recompute": "full"},
 }
 MORE_RUNS = {
