@@ -64,7 +64,7 @@ RESUMED = {
     "powersgd_ep2": POWERSGD, "diloco_pp2": DILOCO, "batch_norm": IMAGES, "experts": SPREAD,
 }  # fmt: skip  # other tests of this file resume "one" and context parallelism, packed
 if not FULL:  # their parts are in the others, and in the other tests of this file
-    del RESUMED["zero2"], RESUMED["tp2_pp2"], RESUMED["experts"]
+    del RESUMED["zero2"], RESUMED["tp2_pp2"], RESUMED["experts"], RESUMED["local_sgd_ep2"]
 
 
 @pytest.mark.parametrize("plan", RESUMED.values(), ids=RESUMED)

@@ -74,6 +74,7 @@ FULL_MATRIX = (
     "fsdp under zbv: one weight in two stages of a rank", "hsdp x pp, a tied weight in two stages",
     "naive ddp x pp x tp: a tied weight in two stages", "zero1, accumulation", "zero2, an empty chunk",
     "zero2, recomputed", "fsdp x pp, adagrad", "fsdp x tp, sequence parallel", "fsdp, reduced once a step",
+    "zero2 x tp, sequence parallel",
 )  # fmt: skip
 
 
