@@ -36,10 +36,10 @@ ADAGRAD = {"optimizer.name": "adagrad", "optimizer.eps": 1e-2, "verify.optimizer
 UNEVEN = {"model.vocab": 37, "dataset.vocab": 37, "global_batch": 16, "optimizer.clip": 0.3}
 # What `test_parity.py` does not run: its cells have one bucket, two microbatches, even shards and a tied weight.
 CELLS: dict[str, dict[str, Any]] = {
-    "naive ddp, accumulation": {"dp": 4, "microbatches": 2, **NAIVE},
+    "naive ddp x tp, accumulation": {"dp": 2, "tp": 2, "microbatches": 2, **NAIVE, **SEQUENCE},
     "naive ddp x pp x tp: a tied weight in two stages": {"dp": 2, "tp": 2, **PIPELINE, **NAIVE, **SEQUENCE},
     "naive ddp, backward in two halves": {"dp": 2, **PIPELINE, **NAIVE, "strategy.pipeline.kind": "zero_bubble"},
-    "ddp, many buckets": {"dp": 4, "microbatches": 1, **SMALL_BUCKETS},
+    "ddp, many buckets": {"dp": 4 if FULL else 2, "microbatches": 1, **SMALL_BUCKETS},
     "ddp x pp: a tied weight in two stages": {"dp": 2, **PIPELINE},
     "zero1, accumulation": {"dp": 2, "microbatches": 2, **ZERO1, **SMALL_BUCKETS},
     "zero1, an empty chunk": {"dp": 3, "model.hidden": 4, "model.heads": 2, "global_batch": 12, **ZERO1},
@@ -68,10 +68,13 @@ CELLS: dict[str, dict[str, Any]] = {
     "hsdp, accumulation": {"dp": 4, "microbatches": 2, **HSDP},
     "hsdp x pp, a tied weight in two stages": {"dp": 4, **PIPELINE, "global_batch": 16, **HSDP},
 }
-# What the full matrix adds: cells of `test_parity.py` with another model.
+# What the full matrix adds: cells of `test_parity.py` with another model, and pairs of settings of other cells.
 FULL_MATRIX = (
     "ddp x pp: a tied weight in two stages", "fsdp x pp, two stages a rank", "fsdp x pp, let go between passes",
     "fsdp under zbv: one weight in two stages of a rank", "hsdp x pp, a tied weight in two stages",
+    "naive ddp x pp x tp: a tied weight in two stages", "zero1, accumulation", "zero2, an empty chunk",
+    "zero2, recomputed", "fsdp x pp, adagrad", "fsdp x tp, sequence parallel", "fsdp, reduced once a step",
+    "zero2 x tp, sequence parallel",
 )  # fmt: skip
 
 
@@ -91,7 +94,10 @@ def test_training_equals_one_device_and_sends_what_the_plan_says(cell):
     assert max(document["max_error"].values()) <= BOUNDS["fp64"]  # of another optimizer the verdict only reports
 
 
-@pytest.mark.parametrize("overrides", [ZERO1, ZERO2, FSDP, GATHERED], ids=["zero1", "zero2", "fsdp", "fsdp gathered"])
+EVALUATED = {"zero2": ZERO2, "fsdp gathered": GATHERED, **({"zero1": ZERO1, "fsdp": FSDP} if FULL else {})}
+
+
+@pytest.mark.parametrize("overrides", EVALUATED.values(), ids=EVALUATED)
 def test_evaluating_between_steps_changes_nothing(overrides):
     overrides = {"dp": 2, "microbatches": 2, **overrides}
     (alone,) = run_ranks(1, run, {})
@@ -99,7 +105,7 @@ def test_evaluating_between_steps_changes_nothing(overrides):
         assert losses == pytest.approx(alone.losses, rel=1e-12)
 
 
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("norm", ["layernorm", *["rmsnorm"] * FULL])
 def test_bf16_gradients_are_those_of_every_other_way_bit_for_bit(norm):
     """FSDP gathers in bf16 what the layers would round, and nothing else."""
     half = {"precision.name": "bf16", "dp": 2, "microbatches": 2, "model.norm": norm}

@@ -38,7 +38,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "zero2, accumulation in many buckets": {"microbatches": 4, **ZERO2, **SMALL_BUCKETS},
     "zero2, recomputed": {"microbatches": 2, "recompute": "full", **ZERO2},
 }
-FULL_MATRIX = ("zero1, adamw", "zero1 x tp, sequence parallel", "zero2, recomputed")
+FULL_MATRIX = ("zero1, accumulation", "zero1, adamw", "zero1 x tp, sequence parallel", "zero2, recomputed")
 
 
 def run_as_stored(overrides: dict[str, Any]) -> Outcome:

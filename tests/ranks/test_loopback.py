@@ -21,6 +21,7 @@ from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.training.loop.build import build
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
+from tests.matrix import FULL
 from tests.plans import tiny_config
 from tests.pool import run_ranks
 
@@ -35,7 +36,7 @@ LARGE = {
     "global_batch": 8,  # activations of 1 MiB a rank
     "microbatches": 1,
 }
-REPEATS = 2
+REPEATS = 2 if FULL else 1
 
 
 def sent_bytes() -> int:
