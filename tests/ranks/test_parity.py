@@ -41,9 +41,13 @@ def every_cell() -> list[Cell]:
 
 
 def settings_of(cell: Cell) -> dict[str, object]:
-    """What can interact in a cell: that an axis is split, not into how many. hsdp under a schedule is fsdp's code."""
+    """What can interact in a cell: that an axis is split, not into how many. hsdp under a schedule is fsdp's code.
+
+    Other strategies than ddp meet classes of schedules: one chunk a rank or two, backward whole or split.
+    """
     (dp, tp, pp), data, schedule = cell
-    return {"dp": dp > 1, "tp": tp > 1, "data": data, "schedule": pp > 1 if data == "hsdp" else schedule}
+    kind = "one chunk" if data != "ddp" and schedule in ("naive", "gpipe", "1f1b") else schedule
+    return {"dp": dp > 1, "tp": tp > 1, "data": data, "schedule": pp > 1 if data == "hsdp" else kind}
 
 
 def cost_of(cell: Cell) -> float:
