@@ -15,7 +15,7 @@ from tests.ranks import test_context_attention as context
 from tests.ranks import test_staged_modules as staged
 from tests.ranks.test_data_experts import FSDP, HALF, MOE, THREE, ZERO1, ZERO2
 from tests.ranks.test_finetuning import LORA, MODULE
-from tests.ranks.test_grid_parity import BASE, CUBE, DEEP, DROPS, ONE_LAYER, SQUARE, form
+from tests.ranks.test_grid_parity import BASE, COLUMNS, CUBE, DEEP, DROPS, ONE_LAYER, ROWS, SQUARE, form
 from tests.ranks.test_latent_parity import LATENT
 from tests.ranks.test_other_modules import Arguments
 
@@ -38,8 +38,7 @@ ROUTED = {
 SPANS = {**ROUTED, "ep": 2, "strategy.expert.tp": 1, "optimizer.clip": 0.05}
 SLICES, COPIES = {**SPANS, "strategy.tensor.sequence_parallel": True}, {**SPANS, "dp": 2}
 GRID = {**BASE, **ONE_LAYER, "verify.steps": 1}
-ROWS, COLUMNS, CP = {**SQUARE, "tp": 2, "grid": "2x1"}, {**SQUARE, "tp": 2, "grid": "1x2"}, {"cp": 2}
-GRID_ROWS, GRID_COLUMNS = {**GRID, **ROWS}, {**GRID, **COLUMNS}
+GRID_ROWS, GRID_COLUMNS, CP = {**GRID, **ROWS}, {**GRID, **COLUMNS}, {"cp": 2}
 GRID_EXPERTS = {**ROUTED, **ROWS, "optimizer.clip": 0.05}
 GRID_LATENT = {**LATENT, **ONE_LAYER}
 BIASED = {"model.router.kind": "top_k", "model.router.bias_rate": 0.05, "verify.steps": 2}
