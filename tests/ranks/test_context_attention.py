@@ -39,15 +39,16 @@ CELLS: dict[str, dict[str, Any]] = {
     "ulysses of four, kv heads copied": {**TWO_STEPS, "cp": 4, **ULYSSES, **llama(model__kv_heads=1), **DROPOUT},
     "usp, zigzag, dropout": {**TWO_STEPS, "cp": 4, "strategy.context.ulysses": 2, **USP, **llama(), **DROPOUT},
     "tp, sequence parallel, dropout": {"cp": 2, "tp": 2, **SEQUENCE, **DROPOUT},
-    "1f1b": {"cp": 2, "pp": 2, "microbatches": 4, **llama()},
     "zero bubble, recomputed": {"cp": 2, "pp": 2, "strategy.pipeline.kind": "zero_bubble", "recompute": "full"},
     "fsdp": {"cp": 2, "dp": 2, "strategy.data.kind": "fsdp"},
     "bf16": {"cp": 2, "precision.name": "bf16"},
-    "2d, usp, llama": {"cp": 2, "tp": 4, "layout": "2d", **USP, **llama(), "dropout": 0.1},
+    "2d, usp, llama": {"cp": 2, "tp": 2, "grid": "1x2", "layout": "2d", **USP, **llama(), "dropout": 0.1},
     "dropless experts over dp x cp": {"cp": 2, "dp": 2, **DROPLESS, "ep": 4},
     "capacity of experts over cp, jitter": {"cp": 2, **CAPACITY, **GSHARD, "model.router.jitter": 0.01},
 }
 MATRIX: dict[str, dict[str, Any]] = {
+    "1f1b": {"cp": 2, "pp": 2, "microbatches": 4, **llama()},
+    "2d of four, usp": {"cp": 2, "tp": 4, "layout": "2d", **USP, **llama(), "dropout": 0.1},
     "ring, zigzag": {"cp": 2},
     "allgather of four, striped": {"cp": 4, **ALLGATHER, ORDER: "striped"},
     "allgather, contiguous, recomputed": {"cp": 2, **ALLGATHER, ORDER: "contiguous", "recompute": "full"},

@@ -40,8 +40,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 # Strategies divide by the number of targets, from wherever it comes; the experts' losses have further divisors.
-CELLS = [(EXPERTS, strategy) for strategy in STRATEGIES]
-CELLS += [(BERT, strategy) for strategy in (STRATEGIES if FULL else ("zero2", "adasum", "pipeline"))]
+FULL_MATRIX = ("ring of three", "local sgd over cp")
+CELLS = [(EXPERTS, strategy) for strategy in STRATEGIES if FULL or strategy not in FULL_MATRIX]
+CELLS += [(BERT, strategy) for strategy in (STRATEGIES if FULL else ("zero2", "pipeline"))]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_replicas_have_different_numbers_of_targets(model: dict[str, Any], strat
 JOIN: dict[str, Any] = {**RESNET, "dp": 3, "global_batch": 12, **data("horovod", worker_batches=(1, 5, 2))}
 
 
-@pytest.mark.parametrize("samples", ["2", "4", "local"])
+@pytest.mark.parametrize("samples", ["2", "4", "local"] if FULL else ["2", "local"])
 def test_running_statistics_are_those_of_workers_with_samples(samples: str) -> None:
     assert_equal(parity({**JOIN, "model.norm_samples": samples}))
 

@@ -56,7 +56,7 @@ CELLS = {
 # What the full matrix adds: the same with the other dispatcher, or schedule.
 FULL_MATRIX = (
     "dropless, experts on two replicas", "capacity, two levels", "dropless, zero bubble, tp",
-    "capacity, expert choice", "dropless, interleaved",
+    "capacity, expert choice", "dropless, interleaved", "dropless", "capacity, 1f1b",
 )  # fmt: skip
 
 

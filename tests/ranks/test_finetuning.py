@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.hugging_face_families import overrides
+from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 
 
@@ -111,8 +113,16 @@ def test_adapters_are_trained_as_on_one_device(cell: str) -> None:
     assert_equal(parity({**overrides("llama"), **LORA, **ADAPTED[cell]}))
 
 
-@pytest.mark.parametrize("more", [{}, BF16_BASE], ids=["", "bf16"])
-@pytest.mark.parametrize("cell", OF_MODULES)
-def test_adapters_of_a_users_module_are_trained_as_on_one_device(cell: str, more: dict[str, Any]) -> None:
-    fewer = {"tp": 1} if more and "pp" in OF_MODULES[cell] else {}  # other cells have tp over such a base
+BASES = {"": {}, "bf16": BF16_BASE}
+# tp of a base in another dtype, and of the head, stand in one cell each; the full matrix has all
+ELSEWHERE = [("tp, sequence", "bf16"), ("head too, tp", "")]
+
+
+@pytest.mark.parametrize(
+    ("cell", "base"), [one for one in product(OF_MODULES, BASES) if FULL or one not in ELSEWHERE], ids=str
+)
+def test_adapters_of_a_users_module_are_trained_as_on_one_device(cell: str, base: str) -> None:
+    more, fewer = BASES[base], {}
+    if "pp" in OF_MODULES[cell]:  # other cells have tp over such a base
+        fewer = {"tp": 1} if base else {} if FULL else {"dp": 1, "strategy.data.kind": "ddp"}
     assert_equal(parity({**MODULE, **LORA, **OF_MODULES[cell], **more, **fewer}))

@@ -55,9 +55,9 @@ CELLS = {
 FROZEN = {"bottom": BOTTOM, "top": TOP, "scattered": SCATTERED}
 # what every run of the suite proves; `pytest --matrix=full` proves each cell with everything frozen that may be
 ALWAYS = {
-    "bottom": ("fsdp_reshard", "hsdp", "tp", "1f1b", "zero_bubble", "zero1_pp"),
+    "bottom": ("fsdp_reshard", "tp", "1f1b", "zero_bubble", "zero1_pp"),
     "top": ("zero1", "gpipe", "zbv"),
-    "scattered": ("ddp", "fsdp", "interleaved", "fsdp_zbv"),
+    "scattered": ("ddp", "fsdp", "interleaved"),
 }
 PROVED = [(cell, frozen) for frozen in FROZEN for cell in CELLS if FULL or cell in ALWAYS[frozen]]
 
@@ -106,7 +106,7 @@ def reduced(training: Training) -> list[torch.Tensor]:
 
 def test_it_has_no_gradient_and_no_state_and_is_saved_under_any_plan(tmp_path: Path, run_ranks: Any) -> None:
     frozen = {"model.arguments": Frozen({"frozen": BOTTOM}), "model.blocks": ("embed", "layers.*", "head")}
-    fsdp, zero1 = {**frozen, "dp": 2, **FSDP, "pp": 2}, {**frozen, "dp": 2, **ZERO1}
+    fsdp, zero1 = {**frozen, "dp": 2, **FSDP}, {**frozen, "dp": 2, **ZERO1}
     everyone = [
         *run_ranks(4, frozen_under, {**zero1, "tp": 2}, tmp_path, False),
         *run_ranks(2, frozen_under, zero1, tmp_path, True),
@@ -114,7 +114,7 @@ def test_it_has_no_gradient_and_no_state_and_is_saved_under_any_plan(tmp_path: P
     for seen in everyone:
         assert seen["gradient of frozen"] == [] and seen["num_frozen"] > 0
         assert all(said == held for said, held in seen["said and held"]), seen
-    for seen in run_ranks(4, frozen_under, fsdp, tmp_path / "fsdp", False):
+    for seen in run_ranks(2, frozen_under, fsdp, tmp_path / "fsdp", False):
         assert seen["gradient of frozen"] == []
     first, second, sharded = (
         read_whole(tmp_path / name) for name in ("checkpoints/step_2", "checkpoints/step_4", "fsdp/checkpoints/step_2")

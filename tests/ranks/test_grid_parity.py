@@ -21,6 +21,7 @@ BASE: dict[str, Any] = {
     "model.label_smoothing": 0.1,
 }
 SQUARE = {"layout": "2d", "tp": 4}
+ROWS, COLUMNS = ({"layout": "2d", "tp": 2, "grid": grid} for grid in ("2x1", "1x2"))
 OBLONG = {"layout": "2d", "tp": 6, "grid": "2x3", "model.hidden": 24, "model.heads": 6}
 NINE = {"layout": "2d", "tp": 9, "grid": "3x3", "model.hidden": 18, "model.heads": 3, "global_batch": 9}
 DEEP = {"layout": "2.5d", "tp": 8, "depth": 2}
@@ -57,22 +58,26 @@ CELLS: dict[str, dict[str, Any]] = {
     },
     "2d summa, untied": {**SQUARE, **form("summa"), "model.tied_embeddings": False},
     "2d bert": {**SQUARE, "model.name": "bert", "dropout": 0.1},
-    "2x3 on 6, uneven and not square": {**TWO_STEPS, **OBLONG, **DROPS},
-    "3x3 on 9": {**NINE, **ONE_LAYER},
-    "2.5d dropout": {**TWO_STEPS, **DEEP, **DROPS, "recompute": "full"},
-    "3d dropout": {**TWO_STEPS, **CUBE, **DROPS},
+    "2x3 on 6, uneven and not square": {**OBLONG, **DROPS, **ONE_LAYER},
+    "2.5d dropout": {**TWO_STEPS, **DEEP, **DROPS, **ONE_LAYER, "recompute": "full"},
+    "3d dropout": {**TWO_STEPS, **CUBE, **DROPS, **ONE_LAYER},
     "3d llama lean": {**CUBE, **llama(), **LEAN, **ONE_LAYER, "recompute": "full"},
     "2d mlp on features": {**SQUARE, "model.name": "mlp"},
     "2d stationary_w, user's module, one dropout inside and one behind": {
         **SQUARE, **form("stationary_w"), **PLACED, "model.source": f"{NET}:build_sliceable",
         "model.arguments": Frozen({"dropout": 0.2}),
     },
-    "2d dp zero1": {**SQUARE, **data("zero1"), **ONE_LAYER},
-    "2d dp fsdp": {**TWO_STEPS, **SQUARE, **data("fsdp"), **ONE_LAYER},
-    "2d pp zero_bubble": {**SQUARE, **schedule("zero_bubble")},
+    "2d dp zero1": {**ROWS, **data("zero1"), **ONE_LAYER},
+    "2d dp fsdp": {**TWO_STEPS, **COLUMNS, **data("fsdp"), **ONE_LAYER},
+    "2d pp zero_bubble": {**ROWS, **schedule("zero_bubble")},
     "2d experts, ep over tp, recomputed": {**SQUARE, **EXPERTS, **ONE_LAYER, **SPANS, "recompute": "full"},
 }  # fmt: skip
 FULL_CELLS: dict[str, dict[str, Any]] = {
+    "3x3 on 9": {**NINE, **ONE_LAYER},
+    **{f"2d of four dp {name}": {**SQUARE, **data(name)} for name in ("zero1", "fsdp")},
+    "2d of four pp zero_bubble": {**SQUARE, **schedule("zero_bubble")},
+    "2.5d, two layers": {**DEEP, **DROPS, "recompute": "full"},
+    "3d, two layers": {**CUBE, **DROPS},
     "2d dp pp": {**SQUARE, **data("ddp"), **schedule("gpipe")},
     "2d pp zbv": {**SQUARE, **schedule("zbv"), **DROPS},
     **{f"2d pp {name}": {**SQUARE, **schedule(name)} for name in ("naive", "gpipe", "1f1b", "interleaved")},

@@ -36,6 +36,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "tp, sequence parallel, queries of x": {**LATENT, **PLAIN_QUERIES, "tp": 2, **SEQUENCE_PARALLEL},
     "tp, queries of x, recompute selective": {**LATENT, **PLAIN_QUERIES, "tp": 2, "recompute": "selective"},
     "zero bubble, tp": {**LATENT, "pp": 2, "tp": 2, "strategy.pipeline.kind": "zero_bubble"},
+    "tp, pp with experts": {**EXPERTS, "tp": 2, "pp": 2, "recompute": "full"},
     "ptdp with experts": {**EXPERTS, "dp": 2, "tp": 2, "pp": 2, "recompute": "full"},
     "interleaved": {**LATENT, "pp": 2, "strategy.pipeline.kind": "interleaved", "model.layers": 4},
     "packed documents, tp": {**LATENT, "tp": 2, "dataset.pack": True, "model.seq": 16},
@@ -49,7 +50,7 @@ CELLS: dict[str, dict[str, Any]] = {
 }
 FULL_MATRIX = (
     "tp, queries of x, recompute selective", "zero bubble, tp", "cp, ulysses, queries of x", "3d", "2.5d with experts",
-    "2d, zbv",
+    "2d, zbv", "ptdp with experts",
 )  # fmt: skip
 
 
