@@ -127,7 +127,7 @@ def test_a_run_shares_memory_and_uses_the_directory_that_was_asked_for_and_no_ot
         subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=stderr, env=environment) as process,
     ):
         while process.poll() is None:
-            time.sleep(0.05)
+            time.sleep(0.1)
             for rank in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
                 with suppress(OSError):  # it has just ended
                     text = Path(f"/proc/{rank}/smaps_rollup").read_text()
