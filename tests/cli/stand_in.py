@@ -1,6 +1,6 @@
-"""What mpirun starts in the attach tests: a rank that is carried out by a warm process (`tests.cli.launcher`).
+"""What mpirun and torchrun start in the attach tests: a rank that a warm process carries out (`tests.cli.launcher`).
 
-The stand-in tells the test which variables mpirun has given it, waits for the rank's end, and passes on what the rank
+The stand-in tells the test which variables it has been given, waits for the rank's end, and passes on what the rank
 has printed and its exit code. It imports next to nothing: two ranks that import torch cost five seconds.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main(parent: Path) -> int:
-    folder = parent / f"process_{os.environ['OMPI_COMM_WORLD_RANK']}"
+    folder = parent / f"process_{os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['RANK']}"
     folder.mkdir()
     (folder / "aside").write_text(json.dumps(dict(os.environ)))
     (folder / "aside").rename(folder / "environ.json")

@@ -58,7 +58,7 @@ def use_store(port: int) -> None:
 
     store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=3), wait_for_workers=False)
     for delete in [True, False] * 10_000:
-        time.sleep(0.0005)  # leave the core to the ranks: there are few keys, and each is hit as long as it is there
+        time.sleep(0.002)  # leave the core to the ranks: there are few keys, and each is hit as long as it is there
         for key in store.list_keys():
             if delete:
                 store.delete_key(key)

@@ -1,7 +1,7 @@
 """Ranks that torchrun and mpirun have started: one run, one voice, one exit code.
 
-One start under each real launcher, torchrun's with ranks that import everything anew; the endings on warm processes
-that carry mpirun's variables. (srun's mapping: tests/unit/launch/host/test_environment.py.)
+One start under each real launcher (torchrun's ranks import everything anew with --matrix=full); the endings on warm
+processes that carry mpirun's variables. (srun's mapping: tests/unit/launch/host/test_environment.py.)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pytest
 
 from tests.cli import stand_in
 from tests.cli.launcher import read, request, run_attached, run_torchrun, survivors, wait_for
+from tests.matrix import FULL
 
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, stand_in.__file__]
 TINY = "model=gpt strategy=ddp dp=2 steps=2 dataset=synthetic model.layers=1 model.hidden=16 model.seq=8 eval.batches=1"
@@ -28,7 +29,9 @@ needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpi
 
 def by_torchrun(folder: Path, words: list[str]) -> tuple[int, str, str]:
     """The exit code of torchrun, and what it has printed on stdout and stderr."""
-    job = run_torchrun(folder / "job", "-m", "parallelrun", *words)
+    job = run_torchrun(folder / "job", *(("-m", "parallelrun", *words) if FULL else (stand_in.__file__, str(folder))))
+    if not FULL:
+        carry_out(folder, words)
     return job.wait(), job.stdout, job.stderr
 
 
@@ -36,11 +39,16 @@ def by_mpirun(folder: Path, words: list[str]) -> tuple[int, str, str]:
     """With ranks of warm processes, which are given the variables that mpirun has set."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([*MPIRUN, str(folder)], cwd=folder, **streams) as mpirun:
-        for place in [folder / f"process_{rank}" for rank in range(2)]:
-            environ = json.loads(wait_for(lambda place=place: read(place / "environ.json"), "a stand-in"))
-            request("tests.cli.launcher:program", place, words, environ)
+        carry_out(folder, words)
         stdout, stderr = mpirun.communicate(timeout=150)
     return mpirun.returncode, stdout, stderr
+
+
+def carry_out(folder: Path, words: list[str]) -> None:
+    """Let warm processes be the two ranks of which stand-ins have told the variables."""
+    for place in [folder / f"process_{rank}" for rank in range(2)]:
+        environ = json.loads(wait_for(lambda place=place: read(place / "environ.json"), "a stand-in"))
+        request("tests.cli.launcher:program", place, words, environ)
 
 
 @pytest.mark.parametrize("launcher", [by_torchrun, pytest.param(by_mpirun, marks=needs_mpirun)])

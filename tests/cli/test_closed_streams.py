@@ -49,7 +49,9 @@ def run(folder: Path, words: tuple[str, ...], closed: tuple[int, ...], **environ
     return run_to_end(*words, cwd=folder, function=called, PARALLELRUN_TEST=wish, **environ).returncode
 
 
-@pytest.mark.parametrize("closed", ALL, ids=lambda closed: "".join(map(str, closed)))
+@pytest.mark.parametrize(
+    "closed", ALL if FULL else [(1,), (2,), (0, 1, 2)], ids=lambda closed: "".join(map(str, closed))
+)
 def test_a_run_ends_well_whichever_streams_are_closed(tmp_path, closed):
     assert run(tmp_path, (*TINY, "strategy=ddp", "dp=2"), closed) == 0
     (status,) = tmp_path.glob("runs/*/*/status.json")
@@ -64,5 +66,6 @@ def test_every_verb_has_its_exit_code_whichever_streams_are_closed(tmp_path, wor
 
 @pytest.mark.parametrize("redirection", ["2>&-", "<&- >&-"] if FULL else ["<&- >&- 2>&-"])
 def test_the_program_itself_starts_with_closed_streams(tmp_path, redirection):
-    words = f"{sys.executable} -m parallelrun {' '.join(TINY)} strategy=ddp dp=2 {redirection}"
+    verb = "run" if FULL else "plan"  # which imports no torch; warm processes run above
+    words = f"{sys.executable} -m parallelrun {verb} {' '.join(TINY)} strategy=ddp dp=2 {redirection}"
     assert subprocess.run(["sh", "-c", words], cwd=tmp_path, timeout=120).returncode == 0

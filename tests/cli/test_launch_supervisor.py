@@ -53,7 +53,7 @@ def test_a_run_ends_well_and_leaves_its_files(tmp_path):
     assert not survivors(run.rank_pids(), 0)
 
 
-@pytest.mark.parametrize("victim", range(4 if FULL else 2))  # 1 tells its coordinates apart; 2 and 3 fail below
+@pytest.mark.parametrize("victim", range(4) if FULL else [1])  # 0, 2 and 3 fail below, too
 def test_the_rank_that_is_killed_is_named_and_nobody_survives(tmp_path, victim):
     run = run_launcher(tmp_path, ENDLESS)
     run.reaches(3)
@@ -79,7 +79,7 @@ def test_the_rank_that_is_killed_is_named_and_nobody_survives(tmp_path, victim):
         ("exit", "exit 3 without an exception"),
         ("sys.exit", r"sys.exit\(\)"),
         ("segfault", "SIGSEGV"),
-        ("abort", "SIGABRT"),
+        *([("abort", "SIGABRT")] if FULL else []),
     ],
 )
 def test_however_a_rank_fails_it_is_the_one_that_is_named(tmp_path, do, words):
@@ -98,7 +98,7 @@ def test_however_a_rank_fails_it_is_the_one_that_is_named(tmp_path, do, words):
     [
         ("ValueError", 0, 6, "ValueError: injected into save"),
         ("OSError without a number", 1, 6, "OSError: injected into save"),
-        ("AssertionError", 1, 6, "AssertionError: injected into save"),
+        *([("AssertionError", 1, 6, "AssertionError: injected into save")] if FULL else []),
         ("full disk", 1, 3, "step 1 could not be written to .*: rank 1: No space left on device"),
     ],
 )
@@ -124,7 +124,7 @@ def test_an_exception_is_kept_whole_in_the_log_and_as_json(tmp_path):
 
 
 def test_a_known_error_is_worded_as_the_command_line_words_it(tmp_path):
-    run = run_launcher(tmp_path, {"rank": 1, "do": "numerics"})
+    run = run_launcher(tmp_path, {"rank": 1, "do": "numerics"}, overrides={"dp": 2})
     assert run.wait() == 5, run.stderr
     assert (run.status["failed_rank"], run.status["error"]) == (1, "loss is nan")
     words = run.stderr.splitlines()
@@ -198,7 +198,7 @@ def test_a_skipped_collective_names_the_rank_that_is_out_of_step(hanging):
 
 
 def test_ctrl_c_ends_all_ranks_without_a_stack_and_without_orphans(tmp_path):
-    run = run_launcher(tmp_path, ENDLESS)
+    run = run_launcher(tmp_path, ENDLESS, overrides={"dp": 2})
     run.reaches(2)
     pids = run.rank_pids()
     os.kill(run.pid, signal.SIGINT)
@@ -210,7 +210,7 @@ def test_ctrl_c_ends_all_ranks_without_a_stack_and_without_orphans(tmp_path):
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_rank_that_will_not_end(tmp_path):
-    run = run_launcher(tmp_path, {**ENDLESS, "rank": 0, "do": "ignore signals"})
+    run = run_launcher(tmp_path, {**ENDLESS, "rank": 0, "do": "ignore signals"}, overrides={"dp": 2})
     run.reaches(3)
     time.sleep(0.5)  # rank 0 has reached its third step: give it time to stop listening
     os.kill(run.pid, signal.SIGINT)
@@ -234,7 +234,7 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, to_laun
 
 
 def test_a_second_sigterm_ends_at_once(tmp_path):
-    run = run_launcher(tmp_path, {**ENDLESS, "rank": 1, "do": "sleep"})
+    run = run_launcher(tmp_path, {**ENDLESS, "rank": 1, "do": "sleep"}, overrides={"dp": 2})
     run.reaches(3)
     os.kill(run.pid, signal.SIGTERM)
     wait_for(lambda: "finishing the step" in run.stderr, "the first signal to be heard")
@@ -283,9 +283,11 @@ def test_exec_d_ranks_behave_like_forked_ones(tmp_path):
 
 def test_ranks_get_an_allow_list_of_variables_and_random_streams_of_their_own(tmp_path):
     secrets = {"AWS_SECRET_ACCESS_KEY": "x", "GITHUB_TOKEN": "x", "SLURM_NTASKS": "9"}
-    run = run_launcher(tmp_path, worker="environment", environ={**secrets, "WANDB_MODE": "offline"})
+    run = run_launcher(
+        tmp_path, overrides={"dp": 2}, worker="environment", environ={**secrets, "WANDB_MODE": "offline"}
+    )
     assert run.wait() == 0, run.stderr
-    facts = [json.loads((run.directory / f"facts_{rank}.json").read_text()) for rank in range(4)]
+    facts = [json.loads((run.directory / f"facts_{rank}.json").read_text()) for rank in range(2)]
     for rank, fact in enumerate(facts):
         assert not secrets.keys() & fact["environ"].keys()
         assert fact["environ"]["WANDB_MODE"] == "offline"
@@ -293,7 +295,7 @@ def test_ranks_get_an_allow_list_of_variables_and_random_streams_of_their_own(tm
         assert "MASTER_ADDR" not in fact["environ"]
         assert fact["threads"] == 1
         assert fact["group"] == fact["pid"]
-    assert len({fact["random"] for fact in facts}) == 4
+    assert len({fact["random"] for fact in facts}) == 2
 
 
 def test_one_rank_runs_inline_with_the_same_files(tmp_path):

@@ -29,11 +29,11 @@ SCREENS = {
     "help": ["--help"],
     "help of a verb": ["plan", "--help"],
     "plan": ["plan", "model=gpt3_175b", "tp=8", "pp=64", "dp=6"],
-    "plan that does not fit": [*LLAMA, "strategy=ddp", "dp=8"],
+    "plan that does not fit": [*LLAMA, "strategy=ddp", "dp=2"],
     "details": ["plan", *TINY, "strategy=ps", "world=4", "detail=all"],
     "details of a pipeline": ["plan", "model=gpt", "tp=2", "pp=2", "dp=2", "detail=schedule,traffic"],
-    "explained plan": [*LLAMA, "strategy=fsdp", "dp=8", "explain=true"],
-    "search": [*LLAMA, "gpus=8"],
+    "explained plan": ["plan", "model=gpt2_124m", "cluster=h100_dgx", "strategy=fsdp", "dp=2", "explain=true"],
+    "search": [*LLAMA, "gpus=4"],
     "sizes": ["plan", "model=gpt2_124m", "cluster=h100_dgx", "objective=cost", "tokens=1e12", "gpus=4"],
     "plans": ["plan", "-m", "strategy=ddp,tp2d,gpipe", "world=4"],
     "explain": ["explain", "strategy=gpipe", "pp=4"],
@@ -110,7 +110,7 @@ def test_lines_of_text_end_at_100_columns(name, screens):
 
 def test_a_run_a_verification_and_their_comparison_end_at_100_columns(tmp_path):
     commands = ([*TINY, "strategy=ddp", "dp=2", "steps=2", "checkpoint.every=1", "name=one"],
-                ["verify", *TINY, "strategy=zero1", "dp=2"], ["-m", *TINY, "strategy=ddp,tp2d", "dp=2", "steps=2"],
+                ["verify", *TINY, "strategy=zero1", "dp=2"], ["-m", *TINY, "strategy=ddp,tp", "world=2", "steps=1"],
                 ["compare", "one", "gpt-zero1-dp2"], ["runs", "show", "one"])  # fmt: skip
     for words in commands:
         lines = screen(*words, cwd=tmp_path)

@@ -16,6 +16,7 @@ from parallelrun.cli import main as program
 from parallelrun.cli.help import EXAMPLES, TOOL_FUNCTIONS, VERBS
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS
+from tests.matrix import FULL
 from tests.servants import ROOT
 
 
@@ -101,8 +102,9 @@ def test_the_version_is_ours(run):
     assert run("--version")[1] == "parallelrun 0.1.0\n"
 
 
-@pytest.mark.parametrize("command", [command for command, _ in EXAMPLES])
+@pytest.mark.parametrize("command", [command for command, _ in EXAMPLES if FULL or " -m " in command])
 def test_every_example_of_the_help_is_legal(run, composed_once, command):
+    """Those that are no sweep: tests/cli/test_docs.py, too."""
     words = [word for word in command.split()[1:] if word not in VERBS]
     code, out, err = run("plan", "--json", *words)
     assert code == 0, err

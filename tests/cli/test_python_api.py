@@ -38,14 +38,19 @@ MODULE = (
 
 @pytest.fixture
 def warm(monkeypatch) -> None:
-    """The launcher of the API is forked. `trained`, and the run in a notebook, start it as a user's program does."""
+    """The launcher of the API is forked. A run that diverges, and a notebook, start it as a user's program does."""
     monkeypatch.setattr(launching, "_started", WarmProcess)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> pr.Run:
     runs = tmp_path_factory.mktemp("api")
-    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(io.StringIO()) as out,
+        redirect_stderr(io.StringIO()) as errors,
+    ):
+        patch.setattr(launching, "_started", WarmProcess)
         run = pr.run(*MODULE, "tp=2", "steps=3", "checkpoint.every=2", f"runs={runs}")
     assert (out.getvalue(), errors.getvalue()) == ("", "")
     return run
@@ -82,7 +87,7 @@ def test_the_model_has_the_weights_of_the_named_checkpoint(trained):
         pr.load(trained, step=1)
 
 
-def test_a_run_that_diverges_raises_its_exit_code_and_shows_its_output_if_asked(tmp_path, capsys, warm):
+def test_a_run_that_diverges_raises_its_exit_code_and_shows_its_output_if_asked(tmp_path, capsys):
     diverging = ("strategy=single", "steps=5", "optimizer=sgd", "optimizer.lr=1e30", "optimizer.clip=0")
     with pytest.raises(pr.RunFailed) as raised:
         pr.plan(*TINY, *diverging, f"runs={tmp_path}").run(show=True)
