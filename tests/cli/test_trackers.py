@@ -96,6 +96,8 @@ def test_resuming_a_run_that_still_trains_says_which_process_writes_it(site, tmp
     [(directory, lines)] = diaries(tmp_path).items()
     file = Path(directory, "status.json")
     status = json.loads(file.read_text())
+    assert "still trains" not in run_to_end("resume=latest", "steps=4", cwd=tmp_path, site=site).stderr
+    lines = diaries(tmp_path)[directory]
     file.write_text(json.dumps({**status, "state": "running", "pid": os.getpid()}))
     second = run_to_end(f"resume={directory}", "steps=5", *SMALL, "tracker=diary", cwd=tmp_path, site=site)
     assert second.returncode == 0, second.stderr
