@@ -157,10 +157,11 @@ def check_costs(over):
     return sum(tensor.nbytes for tensor in (*kept, *probe._copies)), sent
 
 
-@pytest.mark.parametrize("plan", [*PLANS] if FULL else ["zero1", "fsdp", "adasum"])
+@pytest.mark.parametrize("plan", [*PLANS] if FULL else ["fsdp", "adasum", "tp2d", "local_sgd"])
 def test_a_plan_says_what_the_checks_keep_and_send(run_ranks, plan):
     over = {**BASE, **PLANS[plan], "sdc.every": 50}
     found = run_ranks(tiny_plan(over).world, check_costs, over)
     said = checks(tiny_plan(over), tiny_config(over))
     assert max(kept for kept, _ in found) == said.host_bytes
-    assert max(sent for _, sent in found) == said.wire_bytes
+    from_even = 0.1 if tiny_plan(over).spec.router else 0.0  # the rows that experts get depend on the data
+    assert max(sent for _, sent in found) == pytest.approx(said.wire_bytes, rel=from_even)

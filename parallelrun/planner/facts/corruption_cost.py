@@ -42,7 +42,8 @@ class Checks:
 
 
 def checks(plan: Plan, config: Config) -> Checks | None:
-    """Return what the checks of a run need; None if it has none."""
+    """Return what the checks of a run need; None if it has none. Where experts are on several ranks, wire_bytes are
+    those of an even load."""
     if not config.sdc.every:
         return None
     small, every = smallest_batch(config, plan), config.sdc.every
@@ -91,6 +92,7 @@ def replicated_over(layout: Layout, plan: Plan) -> tuple[str, ...]:
 def smallest_batch(config: Config, plan: Plan) -> Plan:
     """Return the plan with the smallest microbatches and the fewest of them that it allows.
 
+    All else is the plan's, whose layers compute the batch: a plan of its own might choose other forms of products.
     Routing groups and sets of samples are built into layers, so that a plan that has any keeps its batch.
     """
     if plan.sample_sets is not None or plan.spec.router is not None:
@@ -102,7 +104,7 @@ def smallest_batch(config: Config, plan: Plan) -> Plan:
                 config, global_batch=dp * count * size, micro_batch=size, microbatches=None, local_batch=None
             )
             try:
-                return resolve(traced)
+                return replace(plan, batch=resolve(traced).batch)
             except ConfigError:
                 continue
     return plan
