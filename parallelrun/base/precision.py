@@ -15,8 +15,9 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Precision:
-    """dtype names as in torch. scaled: the loop scales the loss and skips overflowing steps (fp16). others: that of
-    everything but linear layers' products, where `name` is theirs alone, which are only predicted."""
+    """dtype names as in torch. scaled: the loop scales the loss and skips overflowing steps (fp16). others: the
+    precision of everything else where only linear layers multiply in `name` (fp8); such plans are predicted, not
+    run."""
 
     name: str
     stored: str

@@ -87,7 +87,9 @@ def context_summed_last(training: Training) -> None:
     dp, cp = training.mesh.group("dp"), training.mesh.group("cp")
 
     def send(buffer: torch.Tensor) -> SimpleNamespace:
-        rounded = half_precision.HalfSum(buffer, lambda tensor: training.data.start_sum(tensor, dp)).start()
+        rounded = half_precision.HalfSum(
+            buffer, lambda tensor: training.data.start_sum(tensor, dp), torch.float16
+        ).start()
         rounded.wait()
         comm.all_reduce(buffer, cp, "gradients")
         return SimpleNamespace(wait=lambda: None)
@@ -102,7 +104,7 @@ def experts_summed_over_dp(training: Training) -> None:
     for bucket in training.data._buckets:
         if any(bucket.buffer is buffer for buffer in buffers):
             start_sum = partial(training.data.start_sum, group=training.mesh.group("dp"))
-            bucket._send = half_precision.HalfSum(bucket.buffer, start_sum).start
+            bucket._send = half_precision.HalfSum(bucket.buffer, start_sum, torch.float16).start
 
 
 def not_rounded(training: Training) -> None:

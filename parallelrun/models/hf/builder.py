@@ -173,13 +173,13 @@ def _give_experts(config: Config, name: str, part: nn.Module, roles: dict[str, s
 
 
 def cut(config: Config, module: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the modules before the blocks, and the blocks: `model.before` and `model.blocks`, else the likely cut, of
-    classes that bring no plan (`base_model_pp_plan`) only if there are stages."""
+    """Return the modules before the blocks, and the blocks: `model.before` and `model.blocks`, else the likely cut. A
+    single stage is cut only where the class says that it can be (`base_model_pp_plan`)."""
     base: Any = module.base_model
     if config.model.before or config.model.blocks:
         return config.model.before, config.model.blocks
-    has_plan = getattr(base.config, "base_model_pp_plan", None) and base is not module and _output_layer(module)
-    return network.likely_cut(module) if has_plan or (config.pp or 1) > 1 else ([], [])
+    can_be = getattr(base.config, "base_model_pp_plan", None) and base is not module and _output_layer(module)
+    return network.likely_cut(module) if can_be or (config.pp or 1) > 1 else ([], [])
 
 
 def task_of(config: Config, vocab: int) -> str:

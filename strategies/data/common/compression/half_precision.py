@@ -22,7 +22,7 @@ def sender(buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum) ->
 class HalfSum:
     """Cast to 16 bits, sum, cast back."""
 
-    def __init__(self, buffer: Tensor, start_sum: Sum, dtype: torch.dtype = torch.float16):
+    def __init__(self, buffer: Tensor, start_sum: Sum, dtype: torch.dtype):
         self._buffer, self._start_sum = buffer, start_sum
         self._half = torch.empty_like(buffer, dtype=dtype)
         self._work: Waitable | None = None
