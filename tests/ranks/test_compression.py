@@ -87,9 +87,8 @@ def context_summed_last(training: Training) -> None:
     dp, cp = training.mesh.group("dp"), training.mesh.group("cp")
 
     def send(buffer: torch.Tensor) -> SimpleNamespace:
-        rounded = half_precision.HalfSum(
-            buffer, lambda tensor: training.data.start_sum(tensor, dp), torch.float16
-        ).start()
+        start_sum = partial(training.data.start_sum, group=dp)
+        rounded = half_precision.HalfSum(buffer, start_sum, torch.float16).start()
         rounded.wait()
         comm.all_reduce(buffer, cp, "gradients")
         return SimpleNamespace(wait=lambda: None)
