@@ -8,6 +8,7 @@ import torch
 from parallelrun.base.context import WorkerContext
 from parallelrun.base.errors import EXIT_PREEMPTED, CheckpointError
 from parallelrun.config.schema.run_schema import PrecisionConfig
+from parallelrun.planner.predict.prediction import checkpoint_bytes
 from parallelrun.training.loop import checkpointing
 from parallelrun.training.loop import training_loop as loop
 from parallelrun.training.loop.build import build
@@ -74,6 +75,8 @@ def test_a_run_cut_in_two_ends_bit_by_bit_where_the_whole_one_does(plan, tmp_pat
     rest = run_ranks(world(plan), train, tmp_path / "rest", plan, half)[0]
     assert rest == {step: loss for step, loss in whole.items() if step > SAVED}
     ends = [read_whole(tmp_path / name / "checkpoints" / f"step_{STEPS}") for name in ("whole", "rest")]
+    sizes = [tensor.nbytes for tensor in ends[0].values() if tensor.dim()]  # without the counts of steps
+    assert sum(sizes) == checkpoint_bytes(tiny_plan({**BASE, **plan}))
     assert same(*ends) and any(key.startswith("optimizer/exp_avg/") for key in ends[0])
 
 

@@ -164,6 +164,18 @@ class TestModel:
         text = said(check_model, self.stored(tiny_plan(), optimizer="sgd"), tiny_plan(), tmp_path)
         assert "optimizer=sgd" in text and "optimizer=adamw" in text
 
+    @pytest.mark.parametrize("kind", ["optimizer/exp_avg", "powersgd/error of 2x33x16"])
+    def test_state_has_its_parameters_shape_or_the_one_that_its_kind_names(self, tmp_path, kind):
+        plan, key = tiny_plan(), f"{kind}/embedding.tokens.weight"
+        own, right = plan.spec.parameters["embedding.tokens.weight"].shape, (2, 33, 16)
+        index = self.stored(plan, **{key: StoredTensor("float32", (33, 15), ())})
+        index = replace(index, extra={"kept": ["powersgd/error of 2x33x16"]})
+        assert f"{key} is [33, 15], its parameter {list(own)}" in said(check_model, index, plan, tmp_path)
+        if kind.startswith("powersgd"):
+            check_model(
+                replace(index, tensors={**index.tensors, key: StoredTensor("float32", right, ())}), plan, tmp_path
+            )
+
     def test_another_plan_is_said(self):
         index = self.stored(tiny_plan(tp=2, pp=2))
         assert reshard_note(index, tiny_plan(tp=2, pp=2)) is None

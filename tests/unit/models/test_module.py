@@ -387,6 +387,14 @@ def test_a_function_that_exits_is_an_error_of_the_users(tmp_path: Path, body: st
     assert said in raised.value.problems[0].what
 
 
+def test_a_module_that_fails_on_images_is_told_which_key_sizes_them(tmp_path: Path) -> None:
+    body = "net = nn.Sequential(nn.Conv2d(1, 4, 99), nn.Flatten(), nn.Linear(4, 10))"
+    (tmp_path / "net.py").write_text(f"from torch import nn\n\ndef build(num_classes):\n    {body}\n    return net\n")
+    with pytest.raises(ConfigError) as raised:
+        spec.MODEL.make(config(model__source=f"{tmp_path}/net.py:build", dataset__name="digits"), 10)
+    assert raised.value.problems[0].suggestion == "model.image=SIZE"
+
+
 def test_a_block_saves_what_training_saves() -> None:
     """A dropout mask is a byte, of fp32 a quarter of an element; eval mode, in which blocks are measured, has none."""
     sizes = {"model__blocks": BLOCKS, "model__hidden": 16, "model__seq": 8}

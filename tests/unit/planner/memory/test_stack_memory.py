@@ -67,6 +67,15 @@ def test_weights_in_fp8_are_copies_and_inputs_in_fp8_are_smaller(words, copies):
     assert both[0].again - both[1].again == ROWS * (HIDDEN + FFN)
 
 
+def test_experts_have_copies_in_fp8_where_their_products_are_in_it():
+    words = ("model=mixtral_8x7b", "dp=8", "ep=8", "strategy=dropless", "global_batch=8", "device=cuda")
+    plans = [planned(*words, f"precision={name}", "stack.fp8=all") for name in ("bf16", "fp8")]
+    experts, added = 32 * 3 * HIDDEN * FFN, [prediction.memories(plan)[0].weights for plan in plans]
+    dense = planned(*words, "precision=fp8", "stack.fp8=dense")
+    assert prediction.memories(dense)[0].weights == added[1] - 2 * experts
+    assert added[1] - added[0] == 2 * (experts + 32 * 2 * HIDDEN * (HIDDEN + KV))
+
+
 def test_a_separate_gate_and_partitioned_inputs():
     assert block("stack.separate_gate=true").kept - block().kept == 2 * ROWS * FFN
     full, split = (

@@ -42,6 +42,10 @@ PLANS: dict[str, dict[str, Any]] = {
         "strategy.data.process_sets": [[0, 3]],
     },
     "horovod": {"dp": 2, "strategy.data.kind": "horovod", "strategy.data.compression": "fp16"},
+    "ranks of a sequence before fp16": {"dp": 2, "cp": 2, "strategy.data.compression": "fp16"},
+    "ranks of ep before adasum": {
+        **EXPERTS, "dp": 4, "ep": 2, "strategy.data.kind": "horovod", "strategy.data.reduction": "adasum"},
+    "ranks of ep before local_sgd": {**EXPERTS, "dp": 4, "ep": 2, "strategy.data.kind": "local_sgd"},
     "ps": {"dp": 3, "servers": 2, "global_batch": 12, "strategy.data.kind": "ps", "strategy.data.shard_min_kb": 0},
     "async ps": {"dp": 2, "servers": 1, "strategy.data.kind": "ps", "consistency": "async"},
     "naive ddp": {"dp": 2, "strategy.data.kind": "naive_ddp"},
@@ -80,7 +84,7 @@ def predicted(explanation: Explanation, plan: Plan, rank: int) -> list[Collectiv
         return plan.data.collectives(place["pp"], place, plan)
     if explanation.axis == "pipeline":
         return plan.pipeline.collectives(place["pp"], plan)
-    strategy = plan.tensor if explanation.axis == "tensor" else plan.expert
+    strategy = {"tensor": plan.tensor, "expert": plan.expert, "context": plan.context}[explanation.axis]
     assert strategy is not None
     return strategy.collectives(blocks, plan)
 
@@ -96,6 +100,7 @@ def test_the_messages_add_up_to_the_prediction(name: str) -> None:
             ("tensor", plan.mesh.size("tp")),
             ("pipeline", plan.mesh.size("pp")),
             ("expert", plan.mesh.size("ep")),
+            ("context", plan.mesh.size("cp")),
         )
         if size > 1
     }

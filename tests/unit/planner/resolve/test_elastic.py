@@ -75,8 +75,9 @@ def test_what_makes_no_sense_is_refused(overrides, key):
     assert [problem.where for problem in caught.value.problems] == [key]
 
 
-def test_experts_stay_spread_over_the_ranks_of_a_sequence():
-    """Half of the ranks are gone: two replicas of two ranks of a sequence still hold a fourth of the experts each."""
-    plan = tiny_plan({"model.experts": 8, "dp": 4, "cp": 2, "ep": 4, "global_batch": 8})
+@pytest.mark.parametrize("spanned", [{"cp": 2}, {"tp": 2, "strategy.expert.tp": 1}], ids=["cp", "tp"])
+def test_experts_stay_spread_over_all_axes_that_ep_spans(spanned):
+    """Half of the ranks are gone: two replicas of two ranks still hold a fourth of the experts each."""
+    plan = tiny_plan({"model.experts": 8, "dp": 4, "ep": 4, "global_batch": 8, **spanned})
     first = next(elastic._candidates(plan, 4, 1, False))
-    assert (first["dp"], first["cp"], first["ep"]) == (2, 2, 4)
+    assert (first["dp"], first["cp"] * first["tp"], first["ep"]) == (2, 2, 4)
