@@ -42,7 +42,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "strategy.data.process_sets": [[0, 3]],
     },
     "horovod": {"dp": 2, "strategy.data.kind": "horovod", "strategy.data.compression": "fp16"},
-    "ranks of a sequence before fp16": {"dp": 2, "cp": 2, "strategy.data.compression": "fp16"},
+    "ranks of a sequence before fp16": {**RING, "dp": 2, "cp": 2, "strategy.data.compression": "fp16"},
     "ranks of ep before adasum": {
         **EXPERTS, "dp": 4, "ep": 2, "strategy.data.kind": "horovod", "strategy.data.reduction": "adasum"},
     "ranks of ep before local_sgd": {**EXPERTS, "dp": 4, "ep": 2, "strategy.data.kind": "local_sgd"},
