@@ -5,9 +5,7 @@ Helpers are imported by name: `from tests.pool import run_ranks`.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 import os
 import signal
 import sys
@@ -23,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests import servants
+from tests import forked_workers, servants
 from tests.pool import run_ranks as _run_ranks
 
 # A matrix whose cells share nothing comes last, cell by cell: it keeps every worker busy to the end, where files as a
@@ -86,22 +84,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """No garbage is collected while test modules import torch, and what they have imported is never visited again."""
     gc.disable()
-    if hasattr(session.config, "workerinput") and session.config.args == session.config.getini("testpaths"):
-        _import_own_share(session.config)
     yield
     gc.enable()
     gc.freeze()
     gc.set_threshold(MOST_GARBAGE)
 
 
-def _import_own_share(config: pytest.Config) -> None:
-    """Import a part of the test files before the others: in a new clone, each worker then compiles that part alone, and
-    finds the others compiled."""
-    worker, workers = int(config.workerinput["workerid"].removeprefix("gw")), config.workerinput["workercount"]
-    files = sorted(config.rootpath.glob("tests/**/test_*.py"))
-    for file in files[len(files) * worker // workers : len(files) * (worker + 1) // workers]:
-        with contextlib.suppress(Exception, pytest.skip.Exception):  # which collection meets again, and reports
-            importlib.import_module(".".join(file.relative_to(config.rootpath).with_suffix("").parts))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """In a run of all tests, workers share their imports."""
+    if config.args_source is config.ArgsSource.TESTPATHS:
+        forked_workers.start(config.rootpath, specs)
 
 
 @pytest.hookimpl(tryfirst=True, hookwrapper=True)

@@ -53,8 +53,8 @@ def fork_now() -> None:
     parent = os.getpid()
     if os.fork() == 0:
         try:
-            _leave_with(parent)
-            _forget_pytest(ours[1])
+            leave_with(parent)
+            forget_pytest(ours[1])
             _serve(ours[1])
         finally:
             os._exit(1)
@@ -98,7 +98,7 @@ def _serve(connection: socket.socket) -> NoReturn:
             os._exit(0)
         if os.fork() == 0:
             try:
-                _leave_with(parent)
+                leave_with(parent)
                 connection.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 module = sys.modules["__main__"] = importlib.import_module(name.decode())
@@ -123,13 +123,14 @@ def use_large_pages() -> None:
                 madvise(page * _LARGE_PAGE, _LARGE_PAGE, _MADV_COLLAPSE)  # where it is refused, all stays as it was
 
 
-def _leave_with(parent: int) -> None:
+def leave_with(parent: int) -> None:
+    """End when `parent` ends, which has forked this process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _forget_pytest(connection: socket.socket) -> None:
+def forget_pytest(connection: socket.socket) -> None:
     """Be as a process that pytest has not started: without its files, with Python's own streams and hooks."""
     faulthandler.disable()
     gc.set_threshold(*_COLLECTOR)

@@ -1,0 +1,97 @@
+"""Workers of pytest-xdist that are copies of one process, which has imported all test modules: `start(config, specs)`.
+
+Each worker would else spend eight seconds on importing torch, the program and the tests. xdist starts a worker by the
+Python that its `spec` names. Here that is this file as a script, which hands its streams to the process that has
+imported everything, and waits until the copy that it makes of itself has ended.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+if __name__ == "__main__":
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(f"\0{sys.argv[1]}")
+        socket.send_fds(connection, [b"."], [0, 1, 2])
+        connection.recv(1)  # nothing comes: it is closed when the worker has ended
+        sys.exit()
+
+import contextlib
+import gc
+import importlib
+import os
+import shlex
+import signal
+import types
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from tests.servants import forget_pytest, leave_with
+
+
+def start(root: Path, specs: list[Any]) -> None:
+    """Let the workers of `specs` (execnet's XSpec) be copies of a copy of this process, which imports all tests now."""
+    name = f"parallelrun-tests-{os.getpid()}"  # in Linux's abstract namespace: no file is left
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(f"\0{name}")
+    listener.listen()
+    for spec in specs:
+        spec.python = shlex.join([sys.executable, "-I", "-S", __file__, name])
+    parent = os.getpid()
+    if os.fork() == 0:
+        try:
+            leave_with(parent)
+            forget_pytest(listener)
+            _import_all(root)
+            _serve(listener)
+        finally:
+            os._exit(1)
+    listener.close()
+
+
+def _import_all(root: Path) -> None:
+    """In a new clone, where nothing is compiled yet, a second process compiles the last files meanwhile."""
+    gc.disable()
+    modules = [
+        ".".join(file.relative_to(root).with_suffix("").parts) for file in sorted(root.glob("tests/**/test_*.py"))
+    ]
+    importlib.import_module("tests.pool_helper")
+    compiles = not (root / "tests" / "unit" / "__pycache__").exists() and os.fork() == 0
+    for module in reversed(modules) if compiles else modules:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # which collection meets again, and reports
+            importlib.import_module(module)
+    if compiles:
+        os._exit(0)
+    gc.enable()
+    gc.freeze()
+
+
+def _serve(listener: socket.socket) -> NoReturn:
+    """Fork a worker for each script that connects. It ends with the process that has started this one."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    parent = os.getpid()
+    while True:
+        connection, _ = listener.accept()
+        streams = socket.recv_fds(connection, 1, 3)[1]
+        if os.fork() == 0:
+            try:
+                leave_with(parent)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                listener.close()
+                for place, descriptor in enumerate(streams):
+                    os.dup2(descriptor, place)
+                    os.close(descriptor)
+                exec(eval(sys.stdin.readline()), vars(_main()))  # execnet's own first line
+            finally:
+                os._exit(0)
+        connection.close()
+        for descriptor in streams:
+            os.close(descriptor)
+
+
+def _main() -> types.ModuleType:
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    return module
