@@ -8,6 +8,7 @@ values and choose the same few built-in files, whose merge takes half of the tim
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import pickle
 from collections.abc import Hashable, Sequence
@@ -17,10 +18,11 @@ from typing import Any
 import pytest
 from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra.core.config_store import ConfigNode, ConfigStore
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, open_dict
 
@@ -55,6 +57,8 @@ def keep(patch: pytest.MonkeyPatch) -> None:
 def keep_merged() -> None:
     """From now on, this process and its copies read built-in files once, parse equal words once, and choose and merge
     equal lists of files once. Typed values come after it."""
+    if _replaced:
+        return
     _read_once()
     _parse_once()
     _choose_once()
@@ -75,6 +79,14 @@ def keep_merged() -> None:
     _replace(ConfigLoaderImpl, "_compose_config_from_defaults_list", compose)
 
 
+def read_all() -> None:
+    """Read every built-in file of a group, so that copies of this process need not."""
+    source = _source_class()(provider="main", path="pkg://parallelrun.conf")
+    for group in source.list("", ObjectType.GROUP):
+        for name in source.list(group, ObjectType.CONFIG):
+            source.load_config(f"{group}/{name}")
+
+
 def compose_as_ever(patch: pytest.MonkeyPatch) -> None:
     """Undo `keep_merged`, for tests of what composing itself does."""
     for owner, name, original in _replaced:
@@ -88,10 +100,11 @@ def _replace(owner: Any, name: str, function: Any) -> None:
 
 def _read_once() -> None:
     """The files of Hydra and of ours, and the schema."""
-    read, files = ImportlibResourcesConfigSource.load_config, dict[Hashable, tuple[ConfigResult, _Pickled]]()
+    source_class = _source_class()
+    read, files = source_class.load_config, dict[Hashable, tuple[ConfigResult, _Pickled]]()
     nodes: dict[str, tuple[ConfigNode, _Pickled]] = {}
 
-    def load_file(self: ImportlibResourcesConfigSource, config_path: str) -> ConfigResult:
+    def load_file(self: Any, config_path: str) -> ConfigResult:
         if self.full_path() not in _PLACES:
             return read(self, config_path)
         key = self.full_path(), self.provider, config_path
@@ -107,9 +120,16 @@ def _read_once() -> None:
             nodes[config_path] = stored, _pickled(stored.node)
         return replace(stored, node=_copy(*nodes[config_path][1]))
 
-    _replace(ImportlibResourcesConfigSource, "load_config", load_file)
+    _replace(source_class, "load_config", load_file)
     _replace(ConfigStore, "load", load_node)
     _replace(ConfigStore, "__deepcopy__", lambda store, memo: store)  # each composition copies it, and changes no copy
+
+
+def _source_class() -> Any:
+    """Hydra's reader of files in packages. `Plugins` executes its module again: a class imported before is not used."""
+    Plugins.instance()
+    module = importlib.import_module("hydra._internal.core_plugins.importlib_resources_config_source")
+    return module.ImportlibResourcesConfigSource
 
 
 def _parse_once() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests import forked_workers, servants
+from tests import servants
 from tests.pool import run_ranks as _run_ranks
 
 # A matrix whose cells share nothing comes last, cell by cell: it keeps every worker busy to the end, where files as a
@@ -94,6 +94,8 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """In a run of all tests, workers share their imports."""
     if config.args_source is config.ArgsSource.TESTPATHS:
+        from tests import forked_workers
+
         forked_workers.start(config.rootpath, specs)
 
 

@@ -28,8 +28,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from hypothesis.internal.conjecture import providers
 
-from tests.servants import forget_pytest, leave_with
+from tests import compositions
+from tests.servants import forget_pytest, leave_with, use_large_pages
 
 
 def start(root: Path, specs: list[Any]) -> None:
@@ -54,19 +56,23 @@ def start(root: Path, specs: list[Any]) -> None:
 
 def _import_all(root: Path) -> None:
     """In a new clone, where nothing is compiled yet, a second process compiles the last files meanwhile."""
+    files = sorted(root.glob("tests/**/test_*.py"))
+    modules = [".".join(file.relative_to(root).with_suffix("").parts) for file in files]
     gc.disable()
-    modules = [
-        ".".join(file.relative_to(root).with_suffix("").parts) for file in sorted(root.glob("tests/**/test_*.py"))
-    ]
     importlib.import_module("tests.pool_helper")
     compiles = not (root / "tests" / "unit" / "__pycache__").exists() and os.fork() == 0
+    if not compiles:
+        compositions.keep_merged()
+        compositions.read_all()
     for module in reversed(modules) if compiles else modules:
         with contextlib.suppress(Exception, pytest.skip.Exception):  # which collection meets again, and reports
             importlib.import_module(module)
     if compiles:
         os._exit(0)
+    providers._get_local_constants()  # Hypothesis reads all modules of the project
     gc.enable()
     gc.freeze()
+    use_large_pages()
 
 
 def _serve(listener: socket.socket) -> NoReturn:
