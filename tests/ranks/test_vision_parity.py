@@ -68,7 +68,7 @@ CELLS: dict[str, dict[str, Any]] = {
 
 if FULL:  # compiling takes half a minute
     CELLS["compiled"] = {**RESNET, "dp": 2, "compile": True}
-    CELLS["compiled over tp"] = {**BOTTLENECK, "tp": 2, "compile": True}
+    CELLS["compiled over tp"] = {**RESNET, "tp": 2, "compile": True}
     CELLS["zero bubble x tp"] = {**RESNET, **PIPELINE, "schedule": "zero_bubble", "tp": 2}
     CELLS["one channel a rank"] = {**RESNET, "tp": 4}
     CELLS["zero1 x tp, sets over replicas, recomputed"] = {**RESNET, "dp": 2, **ZERO1, "tp": 2, "recompute": "full"}
