@@ -145,8 +145,8 @@ def boundary_shape(plan: Plan, stage: int) -> tuple[int, ...]:
 
     The stage's first block may name its input's shape; otherwise it is the tensor strategy's shape between blocks.
     """
-    own = plan.spec.block(plan.stages[stage].blocks[0]).input_shape
-    return plan.tensor.boundary_shape(plan) if own is None else (plan.batch.micro_batch, *own)
+    first = plan.spec.block(plan.stages[stage].blocks[0])
+    return plan.tensor.boundary_shape(plan) if first.input_shape is None else plan.input_shape(first)
 
 
 def boundary_bytes(plan: Plan, stage: int) -> int:

@@ -109,6 +109,37 @@ def bias_added_by_every_rank() -> None:
     layers.RowParallelLinear.forward = wrong
 
 
+def bias_of_channels_added_by_every_rank() -> None:
+    from parallelrun.strategies.tensor.megatron import layers, operators
+
+    layers.RowParallelConvolution.forward = lambda self, x: operators.reduce_or_scatter(
+        self.convolve(x, self.bias), self.tp
+    )
+
+
+def convolutions_of_own_channels() -> None:
+    """Input channels in a group for each rank, whose results are not summed: another model, AlexNet of 2012."""
+    from parallelrun.strategies.tensor.megatron import layers
+
+    right = layers.reduce_or_scatter
+    layers.reduce_or_scatter = lambda x, tp: x if x.dim() == 4 else right(x, tp)
+
+
+def statistics_of_the_first_channels() -> None:
+    """Every rank takes the running statistics of the first rank's channels for its own."""
+    from parallelrun.models.vision.batch_norm import BatchNorm
+
+    right = BatchNorm.take_statistics
+
+    def wrong(self: BatchNorm) -> torch.Tensor | None:
+        seen = right(self)
+        if seen is not None:
+            torch.distributed.broadcast(seen, 0)
+        return seen
+
+    BatchNorm.take_statistics = wrong
+
+
 def norm_counts_replicas() -> None:
     """Replicated parameters count once per rank in the gradient norm."""
     from parallelrun.training.loop import gradients

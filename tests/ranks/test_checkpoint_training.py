@@ -110,9 +110,10 @@ def test_a_stop_in_the_first_step_is_saved_also_after_a_resume(tmp_path, run_ran
         ({}, ONE, (PIPELINE, ZERO1, FSDP)),
         ({"optimizer.name": "adagrad", "optimizer.eps": 1e-2}, ZERO1, (PIPELINE, FSDP) if FULL else (FSDP,)),
         ({"dataset.pack": True, "model.seq": 16}, CONTEXT, (ONE, ULYSSES)),
+        ({**RESNET, "dropout": 0.0}, {"tp": 2}, ({"tp": 4}, ZERO1) if FULL else ({"tp": 4},)),
         (EXPERTS, {"dp": 2, "ep": 2}, ({**ZERO2, "dp": 4, "ep": 2, "microbatches": 1}, SPREAD, ONE)),
     ],
-    ids=["dense", "adagrad", "packed, cp", "experts"],
+    ids=["dense", "adagrad", "packed, cp", "channels", "experts"],
 )
 def test_going_on_under_another_plan_gives_the_same_losses(model, first, others, tmp_path, run_ranks):
     """fp64, so that only a wrong weight, state, sample or dropout mask could make a difference."""

@@ -190,7 +190,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "resnet fp16, sets of a microbatch, x 1f1b": SMALL_RESNET | LOCAL | pipeline("1f1b") | FP16,
     # The first block saves the batch. The peak lies in a second forward, where sets are put together.
     "resnet full bf16, several sets": SMALL_RESNET | FULL | BF16 | {"micro_batch": 16, "model.norm_samples": 4},
-    "bottleneck full bf16": vision.BOTTLENECK | FULL | BF16 | {"micro_batch": 16},
+    "bottleneck full bf16, tp": vision.BOTTLENECK | FULL | BF16 | {"micro_batch": 16, "tp": 2},
+    # The gradients of a block's two branches and their sum are larger than what the first convolution has split.
+    "resnet, sets of a microbatch, tp": SMALL_RESNET | {"model.norm_samples": "local", "tp": 2},
+    "vgg, tp x 1f1b": vision.VGG | pipeline("1f1b") | {"model.width": 16, "model.ffn": 64, "micro_batch": 8, "tp": 2},
     "fsdp x zero bubble, few tokens, packed": FEW
     | data("fsdp")
     | pipeline("zero_bubble")

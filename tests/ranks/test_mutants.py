@@ -18,6 +18,7 @@ from tests.ranks.test_finetuning import LORA, MODULE
 from tests.ranks.test_grid_parity import BASE, COLUMNS, CUBE, DEEP, DROPS, ONE_LAYER, ROWS, SQUARE, form
 from tests.ranks.test_latent_parity import LATENT
 from tests.ranks.test_other_modules import Arguments
+from tests.vision import RESNET, VGG
 
 Overrides = dict[str, Any]
 COMMON: Overrides = {
@@ -43,6 +44,7 @@ GRID_EXPERTS = {**ROUTED, **ROWS, "optimizer.clip": 0.05}
 GRID_LATENT = {**LATENT, **ONE_LAYER}
 BIASED = {"model.router.kind": "top_k", "model.router.bias_rate": 0.05, "verify.steps": 2}
 ADAPTED = {**MODULE, **LORA}
+CHANNELS = {**RESNET, "tp": 2, "verify.steps": 1}
 HALF_EXPERTS, THREE_EXPERTS = {**MOE, **HALF}, {**MOE, **THREE}
 # A mutant stands as often as it has plans.
 PLANTED: list[tuple[str, Overrides]] = [
@@ -57,6 +59,10 @@ PLANTED: list[tuple[str, Overrides]] = [
     ("received_at_the_embedding", STAGED),
     ("sent_from_the_next_block", {**STAGED, "model.arguments": Arguments(twist="between blocks")}),
     ("bias_added_by_every_rank", TP),
+    ("input_gradient_not_reduced", CHANNELS),
+    ("bias_of_channels_added_by_every_rank", {**VGG, "tp": 2}),
+    ("convolutions_of_own_channels", CHANNELS),
+    ("statistics_of_the_first_channels", CHANNELS),
     ("norm_counts_replicas", TP),
     ("label_smoothing_by_shard", TP),
     ("fsdp_divides", DATA_FSDP),

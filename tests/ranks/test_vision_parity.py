@@ -34,15 +34,21 @@ CELLS: dict[str, dict[str, Any]] = {
     "ddp, sets of a replica and a half": {**RESNET, "dp": 4, "global_batch": 24, "model.norm_samples": "8"},
     "ddp, sets of half a replica": {**RESNET, "dp": 2, "model.norm_samples": "4"},
     "ddp, one set a microbatch": {**RESNET, "dp": 2, "microbatches": 2, "model.norm_samples": "4"},
-    "fsdp, sets of half a replica": {**RESNET, "dp": 2, "model.norm_samples": "4", **FSDP},
-    "bottlenecks behind a large stem": {**BOTTLENECK, "dp": 2, "model.label_smoothing": 0.1},
+    "fsdp x tp, sets of half a replica": {**RESNET, "dp": 2, "tp": 2, "model.norm_samples": "4", **FSDP},
+    "dp x tp, bottlenecks behind a large stem": {**BOTTLENECK, "dp": 2, "tp": 2, "model.label_smoothing": 0.1},
     "recompute=full": {**RESNET, "dp": 2, "recompute": "full"},
     "recompute=full, own sets": {**RESNET, "dp": 2, "recompute": "full", "model.norm_samples": "4", "microbatches": 2},
     "1f1b": {**RESNET, **PIPELINE, "schedule": "1f1b"},
     "gpipe of four stages": {**BOTTLENECK, **PIPELINE, "pp": 4, "schedule": "gpipe"},
     "v, recomputed": {**RESNET, **PIPELINE, "schedule": "zbv", "recompute": "full"},
     "1f1b under ddp": {**RESNET, **PIPELINE, "schedule": "1f1b", "dp": 2},
-    "alexnet's linear layers over tp": {**ALEXNET, "tp": 2, "dropout": 0.5},
+    "alexnet over tp": {**ALEXNET, "tp": 2, "dropout": 0.5},
+    "recompute=full over tp, its sums apart": {
+        **RESNET,
+        "tp": 2,
+        "recompute": "full",
+        "strategy.tensor.overlap": False,
+    },
     "vgg, dp x tp x pp": {
         **VGG,
         "dp": 2,
@@ -62,6 +68,13 @@ CELLS: dict[str, dict[str, Any]] = {
 
 if FULL:  # compiling takes half a minute
     CELLS["compiled"] = {**RESNET, "dp": 2, "compile": True}
+    CELLS["compiled over tp"] = {**RESNET, "tp": 2, "compile": True}
+    CELLS["zero bubble x tp"] = {**RESNET, **PIPELINE, "schedule": "zero_bubble", "tp": 2}
+    CELLS["one channel a rank"] = {**RESNET, "tp": 4}
+    CELLS["zero1 x tp, sets over replicas, recomputed"] = {**RESNET, "dp": 2, **ZERO1, "tp": 2, "recompute": "full"}
+    CELLS["vgg, stages that begin with split channels, recomputed"] = {
+        **VGG, "pp": 4, "tp": 2, "schedule": "gpipe", "microbatches": 4, "recompute": "full", "model.stages": (2, 2),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)

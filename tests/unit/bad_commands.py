@@ -105,7 +105,8 @@ model=module
 model=module model.source=net.py
 model=module model.source=./nosuch.py:build => there is no file
 model=resnet model.stem=tiny
-model=resnet tp=2
+model=resnet tp=3
+model=resnet layout=2d tp=4
 model=resnet model.norm_samples=7
 model=resnet dataset=text path=notes.txt
 model=resnet model.image=1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.vision import operations as ops
-from parallelrun.models.vision.spec import KEYS, ClassifierDefinition, three_linear_layers
+from parallelrun.models.vision.spec import KEYS, ClassifierDefinition, in_turn, three_linear_layers
 
 
 class AlexNetDefinition(ClassifierDefinition):
@@ -24,7 +26,8 @@ class AlexNetDefinition(ClassifierDefinition):
             *(ops.ConvolutionOp("convolution", outputs=scale * width, bias=True) for scale in (6, 4, 4)),
         ]
         blocks = []
-        for index, convolution in enumerate(convolutions):
+        for index, (convolution, role) in enumerate(zip(convolutions, in_turn(len(convolutions)))):
+            convolution = replace(convolution, role=role)
             pool = (ops.MaxPoolOp(kernel=3, stride=2),) if index in (0, 1, 4) else ()
             blocks.append(ops.OperationBlock(f"features.{index}", "convolution", (convolution, ops.ReluOp(), *pool)))
         return (*blocks, three_linear_layers(6, config.model.ffn or 4096, classes, dropout_first=True))

@@ -2,6 +2,7 @@
 
 The stride of a bottleneck is on its 3x3 convolution, as in torchvision and most reports of "ResNet-50".
 
-Parallel over samples and pipeline stages; BatchNorm takes its statistics over sets of samples that no plan changes.
-Tensor parallelism has nothing to split: convolutions are not split by channels.
+Parallel over samples, pipeline stages and channels; BatchNorm takes its statistics over sets of samples that no plan
+changes. Tensor parallelism splits the last two convolutions of each block and the norm between them, not the stem, the
+shortcuts, a bottleneck's first convolution and the classifier, which have no partner.
 """

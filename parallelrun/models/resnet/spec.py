@@ -45,18 +45,23 @@ def _stem(width: int, small: bool) -> ops.OperationBlock:
     return ops.OperationBlock("stem", "stem", (convolution, ops.BatchNormOp("norm"), ops.ReluOp(), *pool))
 
 
+# Tensor parallelism splits a block's last two convolutions: one sum of activations in forward and one in backward, the
+# fewest possible. The first two of a bottleneck would sum the gradient of its input, which is as large or larger.
 def _basic(inner: int, stride: int) -> tuple[ops.Operation, ...]:
     return (
-        ops.ConvolutionOp("convolution1", outputs=inner, stride=stride), ops.BatchNormOp("norm1"), ops.ReluOp(),
-        ops.ConvolutionOp("convolution2", outputs=inner), ops.BatchNormOp("norm2"),
+        ops.ConvolutionOp("convolution1", outputs=inner, stride=stride, role="column_parallel"),
+        ops.BatchNormOp("norm1"), ops.ReluOp(),
+        ops.ConvolutionOp("convolution2", outputs=inner, role="row_parallel"), ops.BatchNormOp("norm2"),
     )  # fmt: skip
 
 
 def _bottleneck(inner: int, stride: int) -> tuple[ops.Operation, ...]:
     return (
         ops.ConvolutionOp("convolution1", outputs=inner, kernel=1, padding=0), ops.BatchNormOp("norm1"), ops.ReluOp(),
-        ops.ConvolutionOp("convolution2", outputs=inner, stride=stride), ops.BatchNormOp("norm2"), ops.ReluOp(),
-        ops.ConvolutionOp("convolution3", outputs=inner * EXPANSION, kernel=1, padding=0), ops.BatchNormOp("norm3"),
+        ops.ConvolutionOp("convolution2", outputs=inner, stride=stride, role="column_parallel"),
+        ops.BatchNormOp("norm2"), ops.ReluOp(),
+        ops.ConvolutionOp("convolution3", outputs=inner * EXPANSION, kernel=1, padding=0, role="row_parallel"),
+        ops.BatchNormOp("norm3"),
     )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
 """VGG (Simonyan and Zisserman 2015): stages of 3x3 convolutions with poolings between them; configuration D is VGG-16.
 
-Parallel over samples and pipeline stages; tensor parallelism splits the two large linear layers, not the convolutions.
+Parallel over samples, pipeline stages and channels: tensor parallelism splits output and input channels in turn,
+through the convolutions and the linear layers.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.vision import operations as ops
-from parallelrun.models.vision.spec import KEYS, ClassifierDefinition, num_per_stage, three_linear_layers
+from parallelrun.models.vision.spec import KEYS, ClassifierDefinition, in_turn, num_per_stage, three_linear_layers
 
 VGG16 = (2, 2, 3, 3, 3)
 WIDEST = 8  # times the first stage's channels
@@ -21,10 +21,12 @@ class VggDefinition(ClassifierDefinition):
 
     def architecture(self, config: Config, image: int, classes: int) -> ops.Architecture:
         blocks = []
-        for stage, count in enumerate(num_per_stage(config, VGG16)):
+        stages = num_per_stage(config, VGG16)
+        roles = iter(in_turn(sum(stages)))
+        for stage, count in enumerate(stages):
             outputs = config.model.width * min(2**stage, WIDEST)
             for index in range(count):
-                convolution = ops.ConvolutionOp("convolution", outputs=outputs, bias=True)
+                convolution = ops.ConvolutionOp("convolution", outputs=outputs, bias=True, role=next(roles))
                 pool = (ops.MaxPoolOp(),) if index == count - 1 else ()
                 steps = (convolution, ops.ReluOp(), *pool)
                 blocks.append(ops.OperationBlock(f"features.{stage}.{index}", "convolution", steps))

@@ -13,28 +13,12 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.models import layers
 from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.network import Network, assemble
-from parallelrun.models.rounding import rounded
 from parallelrun.models.vision import operations as ops
 from parallelrun.models.vision.batch_norm import BatchNorm
+from parallelrun.models.vision.convolution import CONVOLUTIONS
 from parallelrun.models.vision.spec import ClassifierDefinition
 from parallelrun.planner.model import definitions
 from parallelrun.planner.model.model_spec import ModelSpec
-
-
-class Convolution(nn.Module):
-    """x (batch, inputs, height, width) -> (batch, outputs, ...). Parameters `weight` (outputs, inputs, kernel, kernel)
-    and maybe `bias` (outputs), rounded to the compute dtype where they are used."""
-
-    def __init__(self, inputs: int, operation: ops.ConvolutionOp, compute_dtype: torch.dtype):
-        super().__init__()
-        self.stride, self.padding, self.compute_dtype = operation.stride, operation.padding, compute_dtype
-        self.weight = nn.Parameter(torch.empty(operation.outputs, inputs, operation.kernel, operation.kernel))
-        self.bias = nn.Parameter(torch.empty(operation.outputs)) if operation.bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        dtype = self.compute_dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return functional.conv2d(x.to(dtype), rounded(self.weight, dtype), bias, self.stride, self.padding)
 
 
 class OperationChain(nn.Module):
@@ -63,7 +47,7 @@ class OperationChain(nn.Module):
 def _module(operation: ops.Operation, shape: ops.Shape, site: str, config: Config, dtype: torch.dtype) -> nn.Module:
     """The module of an operation that has a name."""
     if isinstance(operation, ops.ConvolutionOp):
-        return Convolution(shape[0], operation, dtype)
+        return CONVOLUTIONS[operation.role](shape[0], operation, dtype)
     if isinstance(operation, ops.BatchNormOp):
         return BatchNorm(shape[0], config.model.norm_eps, config.model.norm_momentum, dtype)
     if isinstance(operation, ops.DropoutOp):

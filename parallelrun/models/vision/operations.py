@@ -42,11 +42,15 @@ class Operation:
 
 @dataclass(frozen=True)
 class ConvolutionOp(Operation):
+    """role: `column_parallel` (tensor parallelism splits its output channels), `row_parallel` (its input channels), or
+    empty."""
+
     outputs: int = 0
     kernel: int = 3
     stride: int = 1
     padding: int = 1
     bias: bool = False
+    role: str = ""
     saves_input: bool = True
 
     def out(self, shape: Shape) -> Shape:
@@ -55,7 +59,9 @@ class ConvolutionOp(Operation):
     def layer(self, block: str, shape: Shape) -> LayerSpec:
         name, weight = f"{block}.{self.name}", (self.outputs, shape[0], self.kernel, self.kernel)
         initialiser = Initialiser("normal", sqrt(2 / prod(weight[1:])))  # He et al. 2015: makes up for ReLU's halving
-        return LayerSpec(name, "", shape[0], self.outputs, weight_and_bias(name, weight, initialiser, "", self.bias))
+        parameters = weight_and_bias(name, weight, initialiser, self.role, self.bias)
+        areas = prod(shape[1:]), prod(self.out(shape)[1:])
+        return LayerSpec(name, self.role, shape[0], self.outputs, parameters, areas=areas)
 
     def flops(self, shape: Shape) -> float:
         return 2.0 * shape[0] * self.kernel**2 * prod(self.out(shape))
@@ -117,10 +123,12 @@ class DropoutOp(Operation):
 
 @dataclass(frozen=True)
 class LinearOp(Operation):
-    """role: `column_parallel` and `row_parallel` for a pair that tensor parallelism may split, else `linear`."""
+    """role: `column_parallel`, `row_parallel`, or `linear`, which is never split. gain: of its initial weights. No ReLU
+    follows the last layer, and small logits let the loss start at log(classes)."""
 
     outputs: int = 0
     role: str = "linear"
+    gain: float = 0.1
     saves_input: bool = True
 
     def out(self, shape: Shape) -> Shape:
@@ -128,9 +136,8 @@ class LinearOp(Operation):
 
     def layer(self, block: str, shape: Shape) -> LayerSpec:
         name, inputs = f"{block}.{self.name}", shape[0]
-        # No ReLU follows the last layer, and small logits let the loss start at log(classes).
-        std = (1 / sqrt(3) if self.role != "linear" else 0.1) / sqrt(inputs)
-        parameters = weight_and_bias(name, (self.outputs, inputs), Initialiser("normal", std), self.role)
+        initialiser = Initialiser("normal", self.gain / sqrt(inputs))
+        parameters = weight_and_bias(name, (self.outputs, inputs), initialiser, self.role)
         return LayerSpec(name, self.role, inputs, self.outputs, parameters)
 
     def flops(self, shape: Shape) -> float:
@@ -165,6 +172,15 @@ def flow(operations: Iterable[Operation | OperationBlock], shape: Shape) -> list
     for operation in operations:
         shapes.append(operation.out(shapes[-1]))
     return shapes
+
+
+def splits(operations: Iterable[Operation], is_split: bool) -> list[bool]:
+    """Whether tensor parallelism splits channels before, between and after operations; is_split: before the first."""
+    states = [is_split]
+    for operation in operations:
+        role = operation.role if isinstance(operation, ConvolutionOp | LinearOp) else ""
+        states.append({"column_parallel": True, "row_parallel": False}.get(role, states[-1]))
+    return states
 
 
 def _slide(sizes: Shape, kernel: int, stride: int, padding: int) -> Shape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from math import sqrt
 
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.config.schema.run_schema import Config
@@ -36,27 +37,32 @@ class ClassifierDefinition(ModelDefinition):
             raise ConfigError(Problem(message, "model.vocab", "path=FOLDER, or model.vocab=1000"))
         blocks = self.architecture(config, shape[1], vocab)
         specs: list[BlockSpec] = []
-        is_kept, before, features = True, shape, 0  # the loader keeps the images
+        is_kept, is_split, before = True, False, shape  # the loader keeps the images
         for block in blocks:
-            backward, is_kept = backward_of(block, before, is_kept, not specs)
-            saved = float(sum(step.kept + INDEX_ELEMENTS * step.indices for step in backward.steps))
+            backward, is_kept = backward_of(block, before, is_kept, not specs, is_split)
+            saved, replicated = (
+                float(sum(step.kept + INDEX_ELEMENTS * step.indices for step in steps))
+                for steps in (backward.steps, [step for step in backward.steps if not step.reads_split])
+            )
             steps = block.steps(before)
             every = (operation.layer(block.name, shape_in) for operation, shape_in in steps)
             layers = tuple(layer for layer in every if layer is not None)
-            read = (x.in_features for x in layers if x.layer_role in ("column_parallel", "linear"))
-            features = next(read, features)
             flops = sum(operation.flops(shape_in) for operation, shape_in in steps)
-            slid = sum(op.flops(shape_in) for op, shape_in in steps if isinstance(op, ops.ConvolutionOp))
-            spec = BlockSpec(block.name, block.kind, layers, flops, saved, before, backward, convolution_flops=slid)
-            specs.append(spec)
-            before = block.out(before)
+            slid = sum(layer.convolution_flops for layer in layers)
+            specs.append(
+                BlockSpec(
+                    block.name, block.kind, layers, flops, saved, before, backward, saves_after_sum=True,
+                    convolution_flops=slid, replicated_elements=replicated, splits_input=is_split,
+                )
+            )  # fmt: skip
+            before, is_split = block.out(before), ops.splits(block.operations, is_split)[-1]
         assert before == (vocab,), f"{preset} gives {before}"
         return ModelSpec(
             name=preset,
             kind="images",
             blocks=tuple(specs),
             sample_shape=shape,
-            boundary_shape=(features,),
+            boundary_shape=before,
             targets_per_sample=1,
             vocab=vocab,
             num_layers=len(blocks),
@@ -87,12 +93,19 @@ def num_per_stage(config: Config, default: Sequence[int]) -> list[int]:
     raise ConfigError(Problem(message, "model.stages", f"model.stages={list(default)}".replace(" ", "")))
 
 
+def in_turn(count: int) -> list[str]:
+    """The roles of `count` convolutions in front of `three_linear_layers`: output and input channels are split in turn,
+    so that the first linear layer reads split features. A first convolution without a partner has no role."""
+    roles = ["column_parallel" if (count - index) % 2 else "row_parallel" for index in range(count)]
+    return roles if count % 2 else ["", *roles[1:]]
+
+
 def three_linear_layers(cells: int, ffn: int, classes: int, dropout_first: bool) -> ops.OperationBlock:
     """The classifier block of AlexNet and VGG: the image averaged to `cells` x `cells`, then three linear layers with
-    dropout between them."""
+    dropout between them. Of the images, tensor parallelism has split the channels."""
     steps: list[ops.Operation] = [ops.AveragePoolOp(size=cells), ops.FlattenOp()]
-    for number, role in (("1", "column_parallel"), ("2", "row_parallel")):
-        linear = (ops.LinearOp(f"fc{number}", outputs=ffn, role=role), ops.ReluOp())
+    for number, role in (("1", "row_parallel"), ("2", "column_parallel")):
+        linear = (ops.LinearOp(f"fc{number}", outputs=ffn, role=role, gain=1 / sqrt(3)), ops.ReluOp())
         dropout = ops.DropoutOp(f"dropout{number}")
         steps += [dropout, *linear] if dropout_first else [*linear, dropout]
-    return ops.OperationBlock("classifier", "head", (*steps, ops.LinearOp("fc3", outputs=classes)))
+    return ops.OperationBlock("classifier", "head", (*steps, ops.LinearOp("fc3", outputs=classes, role="row_parallel")))

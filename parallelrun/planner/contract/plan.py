@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from parallelrun.base.precision import Precision
 from parallelrun.config.schema.stack_schema import StackConfig
 from parallelrun.planner.contract.mesh_shape import MeshShape
-from parallelrun.planner.model.model_spec import ModelSpec
+from parallelrun.planner.model.model_spec import BlockSpec, ModelSpec
 
 if TYPE_CHECKING:
     from parallelrun.planner.contract.context_strategy import ContextStrategy
@@ -217,6 +217,12 @@ class Plan:
     def num_rows(self) -> int:
         """The rows of the matrix that a layer reads: a rank's positions of all samples of a replica's microbatch."""
         return self.batch.micro_batch * prod(self.spec.boundary_shape[:-1]) // self.mesh.size("cp")
+
+    def input_shape(self, block: BlockSpec) -> tuple[int, ...]:
+        """The local shape of a microbatch of the input of a block that names it."""
+        assert block.input_shape is not None
+        channels, *area = block.input_shape
+        return self.batch.micro_batch, channels // (self.mesh.size("tp") if block.splits_input else 1), *area
 
     @property
     def num_norms(self) -> int:

@@ -74,7 +74,7 @@ class TensorStrategy(AxisStrategy):
 
     layout_name: the value of `layout` that chooses it. config_class: its keys of
     `strategy.tensor`; others are refused. is_one_dimensional: every layer is split over one axis, tp, as the
-    layout that all others are compared with. splits_images: it splits the large linear layers of image classifiers.
+    layout that all others are compared with. splits_images: it splits the channels of image classifiers.
 
     sequence_parallel: activations between blocks are split along the sequence. overlap: the reduction of input
     gradients runs while weight gradients are computed. kv_copies: ranks that hold a copy of one kv head (tp > kv

@@ -223,7 +223,7 @@ def _input_beside(stage: Stage, plan: Plan) -> int:
     first = plan.spec.block(stage.blocks[0])
     if stage.index == 0 or first.backward is None or first.backward.saves_input:
         return 0
-    return prod(first.input_shape or ()) * plan.batch.micro_batch * BYTES[plan.precision.compute]
+    return prod(plan.input_shape(first)) * BYTES[plan.precision.compute]
 
 
 def batch_bytes(plan: Plan, pp_rank: int) -> int:

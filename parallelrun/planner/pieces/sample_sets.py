@@ -10,6 +10,7 @@ from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.base.precision import BYTES
 from parallelrun.base.wording import divisors, either, nearest
 from parallelrun.planner.contract.data_strategy import DataStrategy
+from parallelrun.planner.contract.parameters import module_layout
 from parallelrun.planner.contract.plan import Collective, Plan, SampleSets
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import SAMPLE_SET_ROLE, BlockSpec
@@ -77,8 +78,13 @@ def collectives(blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
     sets = plan.sample_sets
     if sets is None or not sets.exchanged:
         return []
-    norms = [(block, layer.parameters[0].numel) for block in blocks for layer in block.layers
-             if layer.layer_role == SAMPLE_SET_ROLE]  # fmt: skip
+    norms = [
+        (block, module_layout(weight, plan).local_numel(weight.shape, plan.mesh.sizes, {}))
+        for block in blocks
+        for layer in block.layers
+        if layer.layer_role == SAMPLE_SET_ROLE
+        for weight in layer.parameters[:1]
+    ]
     wide, accurate = BYTES["float64"], BYTES[plan.precision.accurate]
     if not sets.spread:
         payload = 2 * wide * sum(channels for _, channels in norms)

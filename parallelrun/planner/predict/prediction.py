@@ -159,7 +159,7 @@ def _fp8_bytes(plan: Plan, coordinate: dict[str, int]) -> int:
     return sum(
         2 * count * p.layout.local_numel(p.spec.shape, plan.mesh.sizes, coordinate)
         for p, count in distinct_parameters(plan, coordinate["pp"])
-        if p.spec.layer_role in roles and len(p.spec.shape) > 1
+        if p.spec.layer_role in roles and 1 < len(p.spec.shape) < 4  # no bias, no convolution
     )
 
 

@@ -169,16 +169,14 @@ def check_devices(config: Config, user_keys: frozenset[str], servers: int) -> li
 def check_images(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
     """Check that the tensor strategy can split an image classifier.
 
-    Layout 1d splits large linear layers, which hold most weights of AlexNet and VGG; convolutions are replicated.
+    Layouts of grids are not built: convolutions are not products that SUMMA or a cube could block. A grid's rows would
+    split their samples, as dp does, and its columns compute them again.
     """
     if spec.kind != "images" or tp == 1:
         return []
-    if not any(layer.layer_role == "column_parallel" for layer in spec.layers()):
-        message = f"model={spec.name}: convolutions are not split by channels, so tp={tp} has nothing to split"
-        return [Problem(message, "tp", f"tp=1 dp={tp} or tp=1 pp={tp}", kind="not_built")]
     kind = config.strategy.tensor.kind
     if not (has("strategies", f"tensor.{kind}") and tensor_strategy(kind).splits_images):
-        message = f"model={spec.name}: layout={kind} does not split images, only layout=1d is built"
+        message = f"model={spec.name}: layout={kind} does not split channels of images, only layout=1d is built"
         return [Problem(message, "layout", "layout=1d or strategy=tp", kind="not_built")]
     return []
 

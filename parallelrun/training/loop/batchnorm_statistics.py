@@ -15,9 +15,10 @@ from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.models.network import Network
 from parallelrun.models.vision.batch_norm import PURPOSE, BatchNorm
-from parallelrun.planner.contract.parameters import LocalParameter
+from parallelrun.planner.contract.parameters import LocalParameter, module_layout
 from parallelrun.planner.contract.plan import Plan
 
+STATISTICS = ("running_mean", "running_var")
 HeldRange = tuple[Tensor, slice]  # this rank's part of a vector, and which part it is
 
 
@@ -31,7 +32,7 @@ class RunningStatistics:
     def __init__(self, model_parts: Sequence[Network], frozen: Sequence[LocalParameter], plan: Plan, mesh: Mesh):
         parameters = {parameter.name: parameter for parameter in frozen}
         self._layers: list[tuple[BatchNorm, list[HeldRange]]] = [  # with running mean and running variance
-            (module, [held_range(parameters[f"{name}.{kind}"], mesh) for kind in ("running_mean", "running_var")])
+            (module, [_own_channels(parameters[f"{name}.{kind}"], plan, mesh) for kind in STATISTICS])
             for part in model_parts
             for name, module in part.named_modules()
             if isinstance(module, BatchNorm)
@@ -75,6 +76,13 @@ class RunningStatistics:
         comm.all_reduce(flat, self._group, PURPOSE)
         for tensor, values in zip(tensors, (flat / self._group.size).split([t.numel() for t in tensors])):
             tensor.copy_(values)
+
+
+def _own_channels(parameter: LocalParameter, plan: Plan, mesh: Mesh) -> HeldRange:
+    """Return the `held_range` of a vector among the channels that its module normalises, which tp may split."""
+    tensor, channels = held_range(parameter, mesh)
+    ((first, _),) = module_layout(parameter.spec, plan).ranges(parameter.spec.shape, mesh.shape.sizes, mesh.coordinate)
+    return tensor, slice(channels.start - first, channels.stop - first)
 
 
 def held_range(parameter: LocalParameter, mesh: Mesh) -> HeldRange:

@@ -120,11 +120,3 @@ def activation_bytes(num_rows: int, outputs: int, plan: Plan) -> int:
     if plan.spec.activation == "relu":
         return 0  # it keeps what it gives, which the layer behind it keeps too
     return num_rows * outputs * BYTES[plan.precision.compute]
-
-
-def stated_elements(block: BlockSpec, plan: Plan) -> float:
-    """The elements per sample of a block that says itself what it saves, on one rank."""
-    saved, tp = block.saved_elements or 0.0, plan.mesh.size("tp")
-    if tp == 1 or block.replicated_elements is None:
-        return saved
-    return block.replicated_elements + (saved - block.replicated_elements) / tp

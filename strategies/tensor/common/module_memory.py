@@ -7,14 +7,12 @@ from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.tensor_strategy import LayerBackward
 from parallelrun.planner.model.model_spec import MEASURED, SAMPLE_SET_ROLE, BlockSpec, LayerSpec
 
-from .activation_memory import stated_elements
-
 
 def stated_backward(block: BlockSpec, plan: Plan) -> LayerBackward:
     """Return the backward pass of a block that says what it saves: as a whole, with the gradients of activations at the
     layer of a user's block where they need most, beside the gradient of a residual."""
     each = plan.batch.micro_batch * BYTES[plan.precision.compute]
-    kept = round(stated_elements(block, plan) * each)
+    kept = round(block.saved_on_rank(plan.mesh.size("tp")) * each)
     widths = [
         (layer.out_features, layer.in_features * layer.input_gradients)
         for layer in block.layers

@@ -94,7 +94,7 @@ class ProductStrategy(ProductTraffic):
         if (plan.spec.kind == "images" or block.kind == MEASURED) and block.name == plan.spec.blocks[0].name:
             return loss
         if block.input_shape:
-            return prod(block.input_shape) * plan.batch.micro_batch * BYTES[plan.precision.compute]
+            return prod(plan.input_shape(block)) * BYTES[plan.precision.compute]
         return loss + _bytes(self.activation_layout(None, plan), plan.spec.hidden, plan)
 
     def layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:

@@ -13,10 +13,11 @@ from .activation_memory import INDEX, rounded_bytes
 
 def step_backward(step: BackwardStep, layer: LayerSpec | None, weights: int, plan: Plan) -> LayerBackward:
     """The backward pass of one operation. layer: whose weights get gradients of that many bytes."""
-    samples, precision = plan.batch.micro_batch, plan.precision
+    samples, precision, step = plan.batch.micro_batch, plan.precision, step.on_rank(plan.mesh.size("tp"))
     each, scratch = samples * _element_bytes(step, plan), 0
     if layer is not None:
         scratch = max((rounded_bytes([parameter], plan) for parameter in layer.parameters), default=0)
+    scratch += max(0, step.giving - step.arriving) * each if step.sums else 0  # what arrived is freed before
     waiting = step.waiting * samples * BYTES[precision.compute]
     if step.waits_itself and each == samples * BYTES[precision.compute]:
         waiting = 0
@@ -32,13 +33,14 @@ def recomputed_bytes(backward: BlockBackward, plan: Plan) -> int:
     results = accurate * (2 if sets is not None and not sets.spread and sets.size < samples else 1)
     norm = results if compute == accurate else max(results, accurate + compute) + compute
     saved = most = 0
-    for number, step in enumerate(backward.steps):
+    steps = [step.on_rank(plan.mesh.size("tp")) for step in backward.steps]
+    for number, step in enumerate(steps):
         if number == backward.shortcut:
-            saved += _kept(backward.steps[-1], plan)
-        if backward.shortcut is None or step is not backward.steps[-1]:
+            saved += _kept(steps[-1], plan)
+        if backward.shortcut is None or step is not steps[-1]:
             saved += _kept(step, plan)
         most = max(most, saved + step.arriving * samples * (norm if step.normalises else compute))
-    return max(0, backward.steps[-1].arriving * samples * compute + most - saved)
+    return max(0, steps[-1].arriving * samples * compute + most - saved)
 
 
 def rounded_again_bytes(block: BlockSpec, plan: Plan) -> int:

@@ -145,9 +145,10 @@ class ProductTraffic(TensorStrategy):
             return []
         weights = (*layer.parameters, *((plan.spec.parameters[layer.tied],) if layer.tied else ()))
         wants_input = self.has_input_gradient(layer, plan)
-        wants_weight = any(not parameter.frozen for parameter in weights if len(parameter.shape) == 2)
+        wants_weight = any(not parameter.frozen for parameter in weights if len(parameter.shape) > 1)
+        pixels = layer.areas[layer.layer_role == "row_parallel"] if layer.areas else 1  # of what is summed
         messages = transfers(
-            product, plan.num_rows, layer.in_features, layer.out_features, plan.mesh.sizes,
+            product, plan.num_rows * pixels, layer.in_features, layer.out_features, plan.mesh.sizes,
             save_gathered=self.saves_gathered(layer, plan), input_gradient=wants_input, weight_gradient=wants_weight,
         )  # fmt: skip
         runs_backward = wants_weight or (wants_input and not product.lookup)

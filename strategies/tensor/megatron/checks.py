@@ -6,7 +6,7 @@ from parallelrun.base.errors import Problem
 from parallelrun.base.wording import divisors, either, nearest
 from parallelrun.models.moe.spec import has_own_router, inside_dim
 from parallelrun.planner.contract.request import Request
-from parallelrun.planner.model.model_spec import LayerSpec, ModelSpec
+from parallelrun.planner.model.model_spec import SAMPLE_SET_ROLE, LayerSpec, ModelSpec
 
 from ..common import checks as common
 
@@ -55,7 +55,8 @@ def _roles(request: Request) -> list[Problem]:
     column: LayerSpec | None = None  # whose output is split here
     for layer in layers:
         role = layer.layer_role
-        if role in ("per_head", "adapter") or layer.spans_heads:  # of the heads that are here, or of a column's input
+        of_channels = role == SAMPLE_SET_ROLE and layer.name in spec.pair_of
+        if role in ("per_head", "adapter") or layer.spans_heads or of_channels:  # of what is here, or a column's input
             continue
         if column and layer.parameters and role not in ("row_parallel", "column_parallel"):  # q, k, v are side by side
             opener = column.name
@@ -99,13 +100,13 @@ def _misfits(spec: ModelSpec, tp: int) -> list[tuple[str, int, str]]:
         message = f"model.expert_ffn={width} is not divisible by tp={tp}: it cuts the inside of every expert"
         misfits.append(("model.expert_ffn", width, message))
     if not spec.heads and any(layer.layer_role == "row_parallel" for layer in spec.layers()):
-        for layer in spec.layers():
-            widths = [size for size in _widths(layer) if size % tp and size != spec.ffn]
-            misfits += [
-                (layer.name, size, f"layer {layer.name}: {size} features are not divisible by tp={tp}")
-                for size in widths
-            ]
-    return list(dict.fromkeys(misfits))
+        first = {size: layer for layer in reversed(list(spec.layers())) for size in _widths(layer)}
+        misfits += [
+            (layer.name, size, f"layer {layer.name}: {size} {_parts(layer)} are not divisible by tp={tp}")
+            for size, layer in reversed(first.items())
+            if size % tp and size != spec.ffn
+        ]
+    return misfits
 
 
 def _legal_sizes(key: str, size: int, spec: ModelSpec, tp: int) -> list[int]:
@@ -122,6 +123,10 @@ def _widths(layer: LayerSpec) -> list[int]:
     if layer.layer_role == "column_parallel":
         return [parameter.shape[0] for parameter in layer.parameters]
     return []
+
+
+def _parts(layer: LayerSpec) -> str:
+    return "channels" if layer.areas else "features"
 
 
 def _fits(spec: ModelSpec, tp: int, sequence_parallel: bool) -> bool:

@@ -8,11 +8,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from parallelrun.models import layers as single_device
+from parallelrun.models.autograd import apply
 from parallelrun.models.functions import cast, linear
 from parallelrun.models.masked_layers import AttentionProduct, HashDropout
+from parallelrun.models.vision.convolution import ColumnConvolution, RowConvolution
 
 from ..common.sharding import TakesOver
-from .operators import TPContext, column_parallel_linear, copy_or_gather, reduce_or_scatter
+from .operators import (
+    OverlappedColumnConvolution,
+    TPContext,
+    column_parallel_linear,
+    copy_or_gather,
+    reduce_or_scatter,
+)
 
 
 class TensorParallelLayer(TakesOver):
@@ -36,6 +44,25 @@ class RowParallelLinear(TensorParallelLayer, single_device.RowLinear):
     def forward(self, x: Tensor) -> Tensor:
         out = reduce_or_scatter(linear(x, self.weight, None, self.compute_dtype), self.tp)
         return out if self.bias is None else out + cast(self.bias, self.compute_dtype)
+
+
+class ColumnParallelConvolution(TensorParallelLayer, ColumnConvolution):
+    """Local output channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = cast(x, self.compute_dtype)
+        if self.tp.overlap:
+            window = self.stride, self.padding
+            return apply(OverlappedColumnConvolution, x, self.tp.group, *window, self.weight, self.bias)
+        return super().forward(copy_or_gather(x, self.tp))
+
+
+class RowParallelConvolution(TensorParallelLayer, RowConvolution):
+    """Local input channels; the partial results are summed, and the bias is added once, after."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = reduce_or_scatter(self.convolve(x, None), self.tp)
+        return out if self.bias is None else out.add_(cast(self.bias, self.compute_dtype).view(-1, 1, 1))
 
 
 class VocabParallelEmbedding(TensorParallelLayer, single_device.TokenEmbedding):
@@ -113,6 +140,8 @@ class HeadParallelAttention(TensorParallelLayer, AttentionProduct):
 PARALLEL_LAYERS: dict[type, type[TensorParallelLayer]] = {
     single_device.ColumnLinear: ColumnParallelLinear,
     single_device.RowLinear: RowParallelLinear,
+    ColumnConvolution: ColumnParallelConvolution,
+    RowConvolution: RowParallelConvolution,
     single_device.PositionEmbedding: SequencePositionEmbedding,
     single_device.VocabHead: VocabParallelHead,
     single_device.SharedInput: ParallelSharedInput,

@@ -19,7 +19,7 @@ from torch.nn import functional
 from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group
 from parallelrun.models.autograd import apply, apply_to_all
-from parallelrun.models.functions import cast_all, linear
+from parallelrun.models.functions import cast, cast_all, linear
 
 from ..common.transfers import Finish, start_all_gather, start_reduce_scatter, sum_of_products, when_done
 
@@ -115,6 +115,33 @@ class _OverlappedColumnLinear(torch.autograd.Function):
             wanted = ctx.needs_input_grad[3 + 2 * number]
             out += grad.t() @ rows if wanted else None, grad.sum(0) if ctx.has_bias[number] else None
         return reducing() if reducing else None, None, None, *cast_all(out, weights[0].dtype)
+
+
+class OverlappedColumnConvolution(torch.autograd.Function):
+    """f and the convolution that reads its result, as one node: the reduction of the input gradient begins before the
+    weight gradient is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Group, stride: int, padding: int, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """Weight and bias as stored; they are rounded to x's dtype."""
+        ctx.group, ctx.window, ctx.has_bias = group, (stride, padding), bias is not None
+        ctx.sequence_parallel = False  # images have no sequence
+        ctx.save_for_backward(x, weight)
+        weight, bias = cast_all((weight, bias), x.dtype)
+        return functional.conv2d(x, weight, bias, stride, padding)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        window = *([size, size] for size in ctx.window), [1, 1], False, [0, 0], 1  # not dilated, transposed or grouped
+        operands, reducing = (grad, x, cast(weight, x.dtype), [weight.size(0)], *window), None
+        if ctx.needs_input_grad[0]:
+            reducing = _start_reduce(torch.ops.aten.convolution_backward(*operands, [True, False, False])[0], ctx)
+        mask = [False, ctx.needs_input_grad[4], ctx.has_bias]
+        own = torch.ops.aten.convolution_backward(*operands, mask)[1:]
+        return reducing() if reducing else None, None, None, None, *cast_all(own, weight.dtype)
 
 
 def _start_gather(x: Tensor, group: Group) -> Finish:

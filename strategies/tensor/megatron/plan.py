@@ -13,7 +13,7 @@ from parallelrun.models.moe.spec import has_own_router, inside_dim
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.contract.tensor_strategy import LayoutChoice, MeshDims
-from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec, ParameterSpec
+from parallelrun.planner.model.model_spec import SAMPLE_SET_ROLE, BlockSpec, LayerSpec, ParameterSpec
 from parallelrun.planner.model.product import ActivationLayout, Product
 from parallelrun.planner.model.product.forms import column_1d, row_1d
 
@@ -96,17 +96,20 @@ class Megatron1D(ProductStrategy):
         return "1d sequence" if self.sequence_parallel else "1d"
 
     def layout(self, parameter: ParameterSpec, plan: Plan) -> Layout:
-        """Column layers, norms over all heads, embedding and head: dim 0; weights of row layers: dim 1; experts: their
-        inside, if they are ours and ep does not span tp; else whole.
+        """Column layers, norms over all heads, BatchNorms in a pair, embedding and head: dim 0; weights of row layers:
+        dim 1; experts: their inside, if they are ours and ep does not span tp; else whole.
 
         Partial over tp: gradients that come from a slice of the sequence, and a router's, whose weights are multiplied
         by what a slice of every expert gives, or by some of the tokens. Partial over tp_copy: copies of a kv head, each
         of which serves its own query heads.
         """
         replicated, axes = Layout.replicated(len(parameter.shape)), plan.mesh.mesh_dims_of(AXIS)
-        if parameter.layer_role == "row_parallel" and len(parameter.shape) == 2:
-            return Layout(((), axes))
-        if parameter.layer_role in ("column_parallel", "embedding", "head") or parameter.heads:
+        if parameter.layer_role == "row_parallel" and len(parameter.shape) > 1:
+            return Layout(((), axes, *replicated.dims[2:]))
+        is_split = parameter.layer_role in ("column_parallel", "embedding", "head") or bool(parameter.heads)
+        if parameter.layer_role == SAMPLE_SET_ROLE:
+            is_split = plan.spec.layer_of[parameter.name].name in plan.spec.pair_of
+        if is_split:
             if plan.mesh.size(COPY_AXIS) > 1 and parameter.heads == plan.mesh.size(KV_AXIS):
                 return Layout(((KV_AXIS,), *replicated.dims[1:]), (COPY_AXIS,))
             return Layout((axes, *replicated.dims[1:]))

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from parallelrun.planner.model.model_spec.attention import LatentSpec
 from parallelrun.planner.model.model_spec.backward import BlockBackward
-from parallelrun.planner.model.model_spec.layers import LayerSpec, Pair
+from parallelrun.planner.model.model_spec.layers import LayerSpec, Pair, pairs_in
 from parallelrun.planner.model.model_spec.parameters import Initialiser, ParameterSpec, weight_and_bias
 from parallelrun.planner.model.model_spec.router import RouterSpec
 from parallelrun.planner.model.model_spec.text import LABELLED, TextSamples
@@ -28,12 +28,12 @@ class BlockSpec:
     kind: `embedding`, `transformer`, `head`, or a model's own kind. forward_flops: for one sample. convolution_flops,
     attention_flops: the parts of them in convolutions and, of a user's module, in products of activations with each
     other. saved_elements: activation elements saved for backward per sample; None for transformer blocks, for which the
-    tensor strategy computes them. replicated_elements: the part of them, of a user's module, that every rank of a
-    one-dimensional tensor strategy saves; None where it was not measured. input_shape: of one sample, if it differs
-    from block to block (images); None: the model's boundary_shape. backward: where the model describes it.
-    saves_after_sum: of a user's module, whether backward needs a tensor that forward computes after its last
-    row-parallel layer or embedding; None: its layers tell. follows: it is on the stage of the block before it.
-    num_outputs: of a user's module, the length of the tuple that it returns, of which the first item is x; 0: a tensor.
+    tensor strategy computes them. replicated_elements: the part of them that every rank of a one-dimensional tensor
+    strategy saves; None where it is unknown. input_shape: of one sample, if it differs from block to block (images);
+    None: the model's boundary_shape. splits_input: such a strategy splits its dim 0. backward: where the model
+    describes it. saves_after_sum: whether backward needs a tensor that forward computes after its last row-parallel
+    layer or embedding; None: its layers tell. follows: it is on the stage of the block before it. num_outputs: of a
+    user's module, the length of the tuple that it returns, of which the first item is x; 0: a tensor.
     """
 
     name: str
@@ -47,6 +47,7 @@ class BlockSpec:
     convolution_flops: float = 0.0
     attention_flops: float = 0.0
     replicated_elements: float | None = None
+    splits_input: bool = False
     follows: bool = False
     num_outputs: int = 0
 
@@ -65,6 +66,12 @@ class BlockSpec:
             return self.saves_after_sum
         last = next(layer for layer in reversed(self.layers) if layer.layer_role != "dropout")
         return dropout > 0 or last.layer_role == "norm"
+
+    def saved_on_rank(self, tp: int) -> float:
+        """The `saved_elements` of one of `tp` ranks, all of them where it is unknown which are split."""
+        saved = self.saved_elements or 0.0
+        replicated = saved if self.replicated_elements is None else self.replicated_elements
+        return replicated + (saved - replicated) / tp
 
     @property
     def is_recomputed(self) -> bool:
@@ -240,7 +247,7 @@ class ModelSpec:
     @cached_property
     def pair_of(self) -> dict[str, Pair]:
         """By layer name: the pair that contains a layer."""
-        return {name: pair for block in self.blocks for name, pair in _pairs(block).items()}
+        return {name: pair for block in self.blocks for name, pair in pairs_in(block.layers).items()}
 
     @cached_property
     def latent_layers(self) -> dict[str, tuple[LayerSpec, ...]]:
@@ -279,19 +286,3 @@ def _block_key(block: BlockSpec, tied: set[str]) -> object:
 def _key(layer: LayerSpec) -> object:
     """Equal for layers of equal sizes."""
     return layer.layer_role, layer.in_features, layer.out_features, tuple((p.shape, p.heads) for p in layer.parameters)
-
-
-def _pairs(block: BlockSpec) -> dict[str, Pair]:
-    """By layer name, in order: the pair of each layer of `block` that has one."""
-    pairs: dict[str, Pair] = {}
-    opened: list[LayerSpec] = []
-    for layer in block.layers:
-        if layer.layer_role == "row_parallel":
-            columns = tuple(other for other in opened if other.layer_role == "column_parallel")
-            pair = Pair(columns, layer, tuple(other for other in opened if other.layer_role != "column_parallel"))
-            pairs |= {inside.name: pair for inside in (*opened, layer)}
-            opened = []
-        elif layer.layer_role == "column_parallel" or opened:
-            opened.append(layer)
-    pairs |= {layer.name: Pair((layer,), None) for layer in opened if layer.layer_role == "column_parallel"}
-    return pairs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,8 @@ class BackwardStep:
     tensor with the first operation that needs it. indices: int64 numbers that it saves besides. arriving, giving:
     gradients that it reads and gives. waiting: those for an earlier operation, meanwhile. waits_itself: what waits is
     the arriving gradient, unless the operation reads that in another dtype. normalises: over a set of samples, in the
-    accurate dtype.
+    accurate dtype. sums: what it gives is added to what waits, in a third tensor. reads_split, gives_split: tensor
+    parallelism splits the channels of what forward reads and gives.
     """
 
     layer: str
@@ -24,6 +25,20 @@ class BackwardStep:
     waiting: int = 0
     waits_itself: bool = False
     normalises: bool = False
+    sums: bool = False
+    reads_split: bool = False
+    gives_split: bool = False
+
+    def on_rank(self, tp: int) -> BackwardStep:
+        """The numbers of one of `tp` ranks."""
+        reads, gives = tp if self.reads_split else 1, tp if self.gives_split else 1
+        return replace(
+            self,
+            kept=self.kept // reads,
+            giving=self.giving // reads,
+            arriving=self.arriving // gives,
+            indices=self.indices // gives,
+        )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ class LayerSpec:
     a role. in_features and out_features are global; `column_parallel` counts the sum of its outputs. A `head` with a
     tied weight has no `parameters`, and `tied` names the parameter it reads. possible_roles: the roles that a user's
     own layer can have. input_gradients: the tensors of the gradient for its input that exist at
-    once: a layer with an adapter (LoRA), which are the layers after it, has its own and the adapter's.
+    once: a layer with an adapter (LoRA), which are the layers after it, has its own and the adapter's. areas: of a
+    convolution, whose features are channels: the pixels of a channel that it reads and gives.
     """
 
     name: str
@@ -29,11 +30,17 @@ class LayerSpec:
     tied: str | None = None
     possible_roles: tuple[str, ...] = ()
     input_gradients: int = 1
+    areas: tuple[int, int] | None = None
 
     @property
     def spans_heads(self) -> bool:
         """Whether it is a norm over the features of all heads together, which are split as the heads are."""
         return self.layer_role == "norm" and any(parameter.heads for parameter in self.parameters)
+
+    @property
+    def convolution_flops(self) -> float:
+        """Forward FLOPs of a convolution, for one sample."""
+        return 2.0 * self.parameters[0].numel * self.areas[1] if self.areas else 0.0
 
     @property
     def is_adapter(self) -> bool:
@@ -52,3 +59,19 @@ class Pair:
     columns: tuple[LayerSpec, ...]
     row: LayerSpec | None
     inside: tuple[LayerSpec, ...] = ()
+
+
+def pairs_in(layers: tuple[LayerSpec, ...]) -> dict[str, Pair]:
+    """By layer name, in order: the pair of each of a block's layers that has one."""
+    pairs: dict[str, Pair] = {}
+    opened: list[LayerSpec] = []
+    for layer in layers:
+        if layer.layer_role == "row_parallel":
+            columns = tuple(other for other in opened if other.layer_role == "column_parallel")
+            pair = Pair(columns, layer, tuple(other for other in opened if other.layer_role != "column_parallel"))
+            pairs |= {inside.name: pair for inside in (*opened, layer)}
+            opened = []
+        elif layer.layer_role == "column_parallel" or opened:
+            opened.append(layer)
+    pairs |= {layer.name: Pair((layer,), None) for layer in opened if layer.layer_role == "column_parallel"}
+    return pairs

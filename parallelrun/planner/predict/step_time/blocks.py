@@ -186,9 +186,9 @@ def _products(shapes: Sequence[Shape], plan: Plan, rates: Rates, backward: bool 
 
 
 def _dense_layers(block: BlockSpec, plan: Plan) -> Iterator[tuple[LayerSpec, Product]]:
-    """The layers that multiply, without experts, which are counted apart."""
+    """The layers that multiply, without convolutions and experts, which are counted apart."""
     for layer in block.layers:
-        product = plan.tensor.product_of(layer, plan)
+        product = None if layer.areas else plan.tensor.product_of(layer, plan)
         if product and not product.lookup and not layer.layer_role.startswith(("expert", "router", "shared")):
             yield layer, product
 
@@ -229,15 +229,17 @@ def _add_attention(forward: Parts, backward: Parts, block: BlockSpec, plan: Plan
 def _add_others(
     forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rates
 ) -> None:
-    """Add the FLOPs of a block outside the layers with known shapes: convolutions, attention, of which each tp rank
-    that has some of the heads computes an equal share, and other products of a user's module."""
+    """Add the FLOPs of a block outside the layers with known shapes: convolutions and attention, of which each tp rank
+    that has some of the channels or heads computes an equal share, and other products of a user's module."""
     samples = plan.batch.micro_batch / plan.mesh.size("cp")
     dense = 2.0 * plan.num_rows * sum(layer.in_features * layer.out_features for layer, _ in _dense_layers(block, plan))
     left = samples * (block.forward_flops - block.convolution_flops - block.attention_flops) - dense
     products = left / rates.product_efficiency if left > 1e-3 * dense else 0.0
     if block.convolution_flops:
         assert cluster.convolution_efficiency, "cluster.convolution_efficiency is not given"
-        products += samples * block.convolution_flops / cluster.convolution_efficiency
+        split = [x for x in block.layers if x.areas and plan.tensor.product_of(x, plan)]
+        of_others = (1 - 1 / plan.mesh.size("tp")) * sum(x.convolution_flops for x in split)
+        products += samples * (block.convolution_flops - of_others) / cluster.convolution_efficiency
     forward[PRODUCTS] += products / rates.peak_flops
     backward[PRODUCTS] += 2 * products / rates.peak_flops
     if block.attention_flops:

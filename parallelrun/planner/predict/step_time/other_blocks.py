@@ -16,7 +16,8 @@ FORWARD_PASSES, BACKWARD_PASSES = 3, 5
 
 def streaming(block: BlockSpec, plan: Plan, rates: Rates) -> tuple[float, float]:
     """Seconds (forward, backward) of the simple kernels of one microbatch of a block."""
-    saved = (block.saved_elements or 0.0) * plan.batch.micro_batch * BYTES[plan.precision.compute]
+    elements = block.saved_on_rank(plan.mesh.size("tp")) * plan.batch.micro_batch
+    saved = elements * BYTES[plan.precision.compute]
     kernels = 2 * len(block.layers)
     return streaming_s(FORWARD_PASSES * saved, kernels, rates), streaming_s(BACKWARD_PASSES * saved, 2 * kernels, rates)
 

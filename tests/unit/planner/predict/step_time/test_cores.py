@@ -134,11 +134,15 @@ def test_servers_beside_several_gpus_have_no_known_rate():
 def test_convolutions_have_a_rate_of_their_own(model):
     plan = planned(f"model={model}", "dataset=synthetic", "strategy=single", "model.image=64", "global_batch=4")
     slow, fast = (parts(plan, replace(HOST, convolution_efficiency=e)) for e in (0.25, 0.5))
-    layers = [
-        layer for layer in plan.spec.layers() if layer.layer_role in ("column_parallel", "row_parallel", "linear")
-    ]
-    dense = sum(2.0 * layer.in_features * layer.out_features for layer in layers)
-    seconds = 3 * 4 * (plan.spec.forward_flops - dense) / (1e11 * (1 + HOST.thread_efficiency))
+    layers = [layer for layer in plan.spec.layers() if layer.parameters and layer.layer_role != "batch_norm"]
+    dense = sum(2.0 * layer.in_features * layer.out_features for layer in layers if not layer.areas)
+    rate = 1e11 * (1 + HOST.thread_efficiency)
+    seconds = 3 * 4 * (plan.spec.forward_flops - dense) / rate
+    assert slow[blocks.PRODUCTS] - fast[blocks.PRODUCTS] == pytest.approx(seconds * (1 / 0.25 - 1 / 0.5), rel=1e-6)
+    plan = planned(f"model={model}", "dataset=synthetic", "strategy=tp", "tp=2", "model.image=64", "global_batch=4")
+    slow, fast = (parts(plan, replace(HOST, convolution_efficiency=e)) for e in (0.25, 0.5))
+    halves = [layer.convolution_flops / 2 for layer in layers if layer.areas and layer.layer_role]
+    seconds = 3 * 4 * (plan.spec.forward_flops - dense - sum(halves)) / 1e11  # each rank has one of the two cores
     assert slow[blocks.PRODUCTS] - fast[blocks.PRODUCTS] == pytest.approx(seconds * (1 / 0.25 - 1 / 0.5), rel=1e-6)
 
 
