@@ -9,6 +9,7 @@ from math import prod
 from parallelrun.base.layout import Layout
 from parallelrun.planner.contract.parameters import distinct_parameters
 from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.pieces.orthogonalising import Exchange, collectives, exchanges
 from parallelrun.planner.predict.prediction import pp_rank_classes
 
 Parts = Set[tuple[tuple[int, ...], Layout]]  # shapes of tensors before their layouts cut them
@@ -19,7 +20,7 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
 
     Workers are classified by equal pp ranks, then by tp rank if weights are sharded unevenly over tp, then by rank of
     the data axis if shards of the last sums (partial axes, tied copies) are uneven or the data strategy distinguishes
-    its ranks (`sending_classes`). Every server is its own class.
+    its ranks (`sending_classes`). Under Muon each rank is asked what it receives. Every server is its own class.
     """
     num_tensor = plan.mesh.size("tp")
     originals = {original for _, original in plan.tied_copies}
@@ -29,6 +30,11 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
         parts = {(h.spec.shape, h.layout) for h in parameters}
         last = [h for h in parameters if (h.layout.partial or h.spec.name in originals) and not h.spec.frozen]
         shards = {(h.spec.shape, plan.data.state_layout(h.spec, h.layout, plan)) for h in last}
+        received = [x for x in exchanges(plan, plan.mesh.coordinate(plan.mesh.rank(pp=pp_ranks[0]))) if x.axes]
+        if received:
+            alike = _alike_receivers(plan, parts | shards, received, pp_ranks[0])
+            classes += [(rank, len(pp_ranks) * count) for rank, count in alike]
+            continue
         for first, num_alike in _alike(plan, parts, [plan.mesh.rank(pp=pp_ranks[0], tp=i) for i in range(num_tensor)]):
             tensor = plan.mesh.coordinate(first)["tp"]
             own = plan.data.sending_classes(pp_ranks[0], plan.mesh.coordinate(first), plan)
@@ -39,6 +45,30 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
                 replicas = _alike_replicas(plan, shards, pp_ranks[0], tensor)
             classes += [(rank, len(pp_ranks) * num_alike * count) for rank, count in replicas]
     return classes + [(rank, 1) for rank in range(plan.num_workers, plan.world)]
+
+
+def _alike_receivers(plan: Plan, parts: Parts, received: list[Exchange], pp_rank: int) -> list[tuple[int, int]]:
+    """`_alike` of a pp rank's ranks, also by the matrices that others send them: of each mesh dim, only the members are
+    asked that may differ from the one before."""
+    mesh, first = plan.mesh, plan.mesh.rank(pp=pp_rank)
+    edges: dict[str, set[int]] = {mesh_dim: set() for mesh_dim in mesh.mesh_dim_names if mesh_dim != "pp"}
+    parts = parts | {(matrix.kind.shape, matrix.kind.layout) for exchange in received for matrix in exchange.matrices}
+    distinguishes = plan.data.sending_classes(pp_rank, mesh.coordinate(first), plan) is not None
+    for axis in {axis for _, layout in parts for axis in layout.axes} | ({plan.data_axis} if distinguishes else set()):
+        if axis in edges and not (distinguishes and axis == plan.data_axis):
+            edges[axis] |= {edge for shape, layout in parts for edge in layout.edges(shape, mesh.sizes, axis)}
+            edges[axis] |= {e for x in received if axis in x.axes for e in x.edges(axis)}
+        else:
+            edges |= {mesh_dim: set(range(mesh.size(mesh_dim))) for mesh_dim in mesh.mesh_dims_of(axis)}
+    spans = [pairwise(sorted({0, mesh.size(mesh_dim), *positions})) for mesh_dim, positions in edges.items()]
+    classes: dict[object, tuple[int, int]] = {}
+    for choice in product(*spans):
+        rank = mesh.rank(pp=pp_rank, **{mesh_dim: start for mesh_dim, (start, _) in zip(edges, choice)})
+        coordinate = mesh.coordinate(rank)
+        key = _shapes(plan, parts, rank), *collectives(plan, coordinate), distinguishes and coordinate[plan.data_axis]
+        same, count = classes.get(key, (rank, 0))
+        classes[key] = same, count + prod(stop - start for start, stop in choice)
+    return list(classes.values())
 
 
 def _replica(plan: Plan, pp_rank: int, tp_rank: int, index: int) -> int:

@@ -1,0 +1,152 @@
+"""Muon (Jordan et al. 2024) on sharded matrices, with the conventions of torch.optim.Muon.
+
+The momentum of a matrix is sharded as the matrix is. Its owner (`planner.pieces.orthogonalising`) receives the parts of
+the update, orthogonalises the matrix, and returns the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod, sqrt
+
+import torch
+from torch import Tensor
+
+from parallelrun.config.schema.run_schema import OptimizerConfig
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import Mesh
+from parallelrun.planner.contract.parameters import LocalParameter
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.pieces.orthogonalising import MOMENTUM, NS_STEPS, Exchange, Matrix, exchanges, product_dtype
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial that a step applies to the singular values
+EPSILON = 1e-7
+
+
+class Muon:
+    """The update of this rank's parts of matrices. state: one `momentum_buffer` for each tensor, of its shape."""
+
+    def __init__(self, parameters: Sequence[LocalParameter], config: OptimizerConfig, plan: Plan, mesh: Mesh):
+        self.param_groups = [{"lr": config.lr}]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        self._config, self._tensors = config, {parameter.name: parameter.tensor for parameter in parameters}
+        dtype = getattr(torch, product_dtype(plan))
+        self._exchanges = [
+            (exchange.matrices, _Hop(exchange, 0, exchange.matrices, plan, mesh, dtype))
+            for exchange in exchanges(plan, mesh.coordinate)
+        ]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every matrix by its `.grad`. Collective over the axes that shard matrices."""
+        for matrices, hop in self._exchanges:
+            for matrix, update in zip(matrices, hop.orthogonalised(map(self._direction, matrices))):
+                tensor, lr = _part(self._tensors[matrix.name], matrix), self.param_groups[0]["lr"]
+                tensor.mul_(1 - lr * self._config.weight_decay)
+                tensor.add_(update, alpha=-lr * rate_factor(self._config.adjust_lr_fn, matrix.kind.shape))
+
+    def _direction(self, matrix: Matrix) -> Tensor:
+        """Move the momentum towards the gradient; return this rank's part of Nesterov's momentum."""
+        tensor = self._tensors[matrix.name]
+        state = self.state.setdefault(tensor, {})
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(tensor)
+        assert tensor.grad is not None
+        gradient, buffer = _part(tensor.grad, matrix), _part(state["momentum_buffer"], matrix)
+        buffer.lerp_(gradient, 1 - self._config.momentum)
+        return gradient.lerp(buffer, self._config.momentum)
+
+
+class _Hop:
+    """The all-to-all over axis number `number` of an exchange, there and back, and those that follow between."""
+
+    def __init__(
+        self, exchange: Exchange, number: int, matrices: Sequence[Matrix], plan: Plan, mesh: Mesh, dtype: torch.dtype
+    ):
+        self._dtype, self._device = dtype, mesh.device
+        self._is_last = number == len(exchange.axes)
+        if self._is_last:
+            return
+        axis, coordinate = exchange.axes[number], mesh.coordinate
+        self._group = mesh.group(axis)
+        own = [matrix for matrix in matrices if matrix.owner[number] == coordinate[axis]]
+        self._shapes = [_lengths(exchange.ranges(matrix.kind, number, plan, coordinate)) for matrix in matrices]
+        self._leaving = [0] * self._group.size
+        for matrix, shape in zip(matrices, self._shapes):
+            self._leaving[matrix.owner[number]] += prod(shape)
+        gathered = [exchange.ranges(matrix.kind, number + 1, plan, coordinate) for matrix in own]
+        self._gathered = [_lengths(ranges) for ranges in gathered]
+        self._places = []  # per member, the slices of its part in each of `own`
+        for member in range(self._group.size):
+            at = {**coordinate, axis: member}
+            parts = [exchange.ranges(matrix.kind, number, plan, at) for matrix in own]
+            self._places.append(
+                [
+                    tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, ranges))
+                    for part, ranges in zip(parts, gathered)
+                ]
+            )
+        self._arriving = [[prod(x.stop - x.start for x in place) for place in places] for places in self._places]
+        self._next = _Hop(exchange, number + 1, own, plan, mesh, dtype)
+
+    def orthogonalised(self, parts: Iterable[Tensor]) -> Iterable[Tensor]:
+        """The parts of the orthogonal matrices, given those of the matrices. parts: taken one at a time."""
+        if self._is_last:
+            return (orthogonalise(part.to(self._dtype)) for part in parts)
+        sent = torch.empty(sum(self._leaving), dtype=self._dtype, device=self._device)
+        out = [part.view(shape) for part, shape in zip(sent.split([*map(prod, self._shapes)]), self._shapes)]
+        for place, part in zip(out, parts):
+            place.copy_(part)
+        sizes = [sum(numels) for numels in self._arriving]
+        received = sent.new_empty(sum(sizes))
+        comm.all_to_all(received, sent, self._group, MOMENTUM, sizes, self._leaving)
+        flat = [rows.split(numels) for rows, numels in zip(received.split(sizes), self._arriving)]
+        matrices = (self._assembled(number, flat) for number in range(len(self._gathered)))
+        for number, result in enumerate(self._next.orthogonalised(matrices)):
+            for piece, places in zip(flat, self._places):
+                part = result[places[number]]
+                piece[number].view(part.shape).copy_(part)
+        comm.all_to_all(sent, received, self._group, MOMENTUM, self._leaving, sizes)
+        return out
+
+    def _assembled(self, number: int, flat: Sequence[Sequence[Tensor]]) -> Tensor:
+        """A matrix, or a larger part of it, from the members' parts."""
+        matrix = torch.empty(self._gathered[number], dtype=self._dtype, device=self._device)
+        for pieces, places in zip(flat, self._places):
+            part = matrix[places[number]]
+            part.copy_(pieces[number].view(part.shape))
+        return matrix
+
+
+def _part(tensor: Tensor, matrix: Matrix) -> Tensor:
+    return tensor if matrix.expert is None else tensor[matrix.expert]
+
+
+def _lengths(ranges: Iterable[tuple[int, int]]) -> list[int]:
+    return [stop - start for start, stop in ranges]
+
+
+def rate_factor(kind: str, shape: Sequence[int]) -> float:
+    """The factor of the learning rate of a logical matrix.
+
+    original: by the ratio of its sides (Jordan). match_rms_adamw: updates are as large as AdamW's usually are, so that
+    both share a rate (Liu et al. 2025, Moonlight).
+    """
+    rows, columns = shape[0], prod(shape[1:])
+    return sqrt(max(1, rows / columns)) if kind == "original" else 0.2 * sqrt(max(rows, columns))
+
+
+def orthogonalise(matrix: Tensor) -> Tensor:
+    """Bring the singular values of a matrix, which is overwritten, near 1 by Newton-Schulz, in its dtype.
+
+    Dims behind the first are one. The result has the matrix's shape.
+    """
+    a, b, c = COEFFICIENTS
+    flat = matrix.flatten(1)
+    is_tall = flat.size(0) > flat.size(1)
+    x = flat.T if is_tall else flat
+    x.div_(x.norm().clamp(min=EPSILON))
+    for _ in range(NS_STEPS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.T if is_tall else x).reshape(matrix.shape)
