@@ -33,7 +33,7 @@ class Muon:
         dtype = getattr(torch, product_dtype(plan))
         self._exchanges = [
             (exchange.matrices, _Hop(exchange, 0, exchange.matrices, plan, mesh, dtype))
-            for exchange in exchanges(plan, mesh.coordinate)
+            for exchange in exchanges(plan, mesh.coordinate.get("pp", 0))
         ]
 
     @torch.no_grad()
@@ -41,7 +41,7 @@ class Muon:
         """Update every matrix by its `.grad`. Collective over the axes that shard matrices."""
         for matrices, hop in self._exchanges:
             for matrix, update in zip(matrices, hop.orthogonalised(map(self._direction, matrices))):
-                tensor, lr = _part(self._tensors[matrix.name], matrix), self.param_groups[0]["lr"]
+                tensor, lr = self._tensors[matrix.name], self.param_groups[0]["lr"]
                 tensor.mul_(1 - lr * self._config.weight_decay)
                 tensor.add_(update, alpha=-lr * rate_factor(self._config.adjust_lr_fn, matrix.kind.shape))
 
@@ -52,9 +52,8 @@ class Muon:
         if not state:
             state["momentum_buffer"] = torch.zeros_like(tensor)
         assert tensor.grad is not None
-        gradient, buffer = _part(tensor.grad, matrix), _part(state["momentum_buffer"], matrix)
-        buffer.lerp_(gradient, 1 - self._config.momentum)
-        return gradient.lerp(buffer, self._config.momentum)
+        buffer = state["momentum_buffer"].lerp_(tensor.grad, 1 - self._config.momentum)
+        return tensor.grad.lerp(buffer, self._config.momentum)
 
 
 class _Hop:
@@ -118,29 +117,29 @@ class _Hop:
         return matrix
 
 
-def _part(tensor: Tensor, matrix: Matrix) -> Tensor:
-    return tensor if matrix.expert is None else tensor[matrix.expert]
-
-
 def _lengths(ranges: Iterable[tuple[int, int]]) -> list[int]:
     return [stop - start for start, stop in ranges]
 
 
 def rate_factor(kind: str, shape: Sequence[int]) -> float:
-    """The factor of the learning rate of a logical matrix.
+    """The factor of the learning rate of a logical matrix, given its shape or that of experts.
 
     original: by the ratio of its sides (Jordan). match_rms_adamw: updates are as large as AdamW's usually are, so that
     both share a rate (Liu et al. 2025, Moonlight).
     """
-    rows, columns = shape[0], prod(shape[1:])
+    rows, columns = shape[-2:] if len(shape) == 3 else (shape[0], prod(shape[1:]))
     return sqrt(max(1, rows / columns)) if kind == "original" else 0.2 * sqrt(max(rows, columns))
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
     """Bring the singular values of a matrix, which is overwritten, near 1 by Newton-Schulz, in its dtype.
 
-    Dims behind the first are one. The result has the matrix's shape.
+    Dims behind the first are one, but with 3 dims it is one matrix for each expert. The result has the same shape.
     """
+    if matrix.dim() == 3:
+        for expert in matrix:
+            expert.copy_(orthogonalise(expert))
+        return matrix
     a, b, c = COEFFICIENTS
     flat = matrix.flatten(1)
     is_tall = flat.size(0) > flat.size(1)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from parallelrun.models import muon
 
 
@@ -15,15 +11,6 @@ def orthogonal_shards() -> None:
 
 
 def rate_of_the_shard() -> None:
-    """The factor of the learning rate is that of the shape that a rank holds."""
-    part_of, factor, shapes = muon._part, muon.rate_factor, [(1, 1)]
-
-    def noting(tensor: Tensor, matrix: muon.Matrix) -> Tensor:
-        part = part_of(tensor, matrix)
-        shapes[0] = tuple(part.shape)
-        return part
-
-    def wrong(kind: str, shape: Sequence[int]) -> float:
-        return factor(kind, shapes[0])
-
-    muon._part, muon.rate_factor = noting, wrong
+    """The factor of the learning rate is that of a row-parallel layer's shape on one of two ranks."""
+    right = muon.rate_factor
+    muon.rate_factor = lambda kind, shape: right(kind, (*shape[:-1], shape[-1] // 2))

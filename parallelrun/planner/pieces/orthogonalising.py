@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapreplace
+from itertools import islice, product
 from math import prod
+from typing import NamedTuple
 
 from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
@@ -25,38 +27,36 @@ from parallelrun.planner.contract.plan import Collective, Plan
 MOMENTUM = "momentum"  # the purpose of the traffic
 NS_STEPS = 5  # of Newton-Schulz, as torch.optim.Muon's default
 Coordinate = Mapping[str, int]
-Stack = tuple[int, tuple[str, ...]]  # the experts of a layer, and the axes that shard them
 
 
 @dataclass(frozen=True)
 class MatrixKind:
-    """A logical matrix, of an expert that expert's own, or a convolution's kernels. layout: of the momentum."""
+    """A logical matrix, a convolution's kernels, or a layer's experts, of which each is a matrix. layout: of the
+    momentum. experts: of the rank that has most; 0: a single matrix."""
 
     shape: tuple[int, ...]
     layout: Layout
+    experts: int
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """(shorter, longer) side of a matrix, whose columns are all dims but the first."""
+        rows, *columns = self.shape[bool(self.experts) :]
+        return min(rows, prod(columns)), max(rows, prod(columns))
 
     @property
     def flops(self) -> float:
         """Of one step of Newton-Schulz."""
         short, long = self.sides
-        return 4.0 * short * short * long + 2.0 * short**3
-
-    @property
-    def sides(self) -> tuple[int, int]:
-        """(shorter, longer) side of the matrix, whose columns are all dims but the first."""
-        rows, columns = self.shape[0], prod(self.shape[1:])
-        return min(rows, columns), max(rows, columns)
+        return max(1, self.experts) * (4.0 * short * short * long + 2.0 * short**3)
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """name: of its parameter. expert: the index among this rank's experts; None: the parameter is one matrix. owner:
-    the owner's index on each axis of the `Exchange`."""
+class Matrix(NamedTuple):
+    """name: of its parameter. owner: the owner's index on each axis of the `Exchange`."""
 
     name: str
-    expert: int | None
     kind: MatrixKind
-    owner: tuple[int, ...] = ()
+    owner: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -106,61 +106,38 @@ class Exchange:
         return held
 
 
-def exchanges(plan: Plan, coordinate: Coordinate) -> tuple[Exchange, ...]:
-    """The exchanges of the rank at a coordinate, in their order; () unless Muon updates its weights."""
-    if plan.optimizer != MUON:
-        return ()
-    pp_rank, sizes = coordinate.get("pp", 0), plan.mesh.sizes
-    experts = {
-        stack: Layout((stack[1],)).local_shape(stack[:1], sizes, coordinate)[0] for stack in _stacks(plan, pp_rank)
-    }
-    return _exchanges(plan, pp_rank, tuple(experts.items()))
+def exchanges(plan: Plan, pp_rank: int) -> tuple[Exchange, ...]:
+    """The exchanges of a pp rank, in their order; () unless Muon updates its weights."""
+    return _exchanges(plan, pp_rank) if plan.optimizer == MUON else ()
 
 
 @cached("weights_cache")
-def _stacks(plan: Plan, pp_rank: int) -> frozenset[Stack]:
-    return frozenset((shape[0], layout.dims[0]) for _, shape, layout in _sharded(plan, pp_rank) if len(shape) == 3)
-
-
-def _sharded(plan: Plan, pp_rank: int) -> Iterator[tuple[str, tuple[int, ...], Layout]]:
-    """(name, shape, layout of the state) of the parameters of a pp rank that Muon updates. Only experts have 3 dims."""
+def _exchanges(plan: Plan, pp_rank: int) -> tuple[Exchange, ...]:
+    kinds_of: dict[tuple[str, ...], list[tuple[MatrixKind, str]]] = {}
     for parameter in held_parameters(plan, pp_rank):
         spec = parameter.spec
-        if spec.name in muon_matrices(plan) and not spec.frozen:
-            yield parameter.name, spec.shape, plan.data.state_layout(spec, parameter.layout, plan)
+        if spec.name not in muon_matrices(plan) or spec.frozen:
+            continue
+        layout, is_stack = plan.data.state_layout(spec, parameter.layout, plan), spec.layer_role == "expert"
+        experts = layout.local_shape(spec.shape, plan.mesh.sizes, {})[0] if is_stack else 0
+        dims = layout.dims[is_stack:]  # experts stay where they are
+        axes = tuple(axis for dim in dims for axis in reversed(dim) if plan.mesh.size(axis) > 1)
+        kinds_of.setdefault(axes, []).append((MatrixKind(spec.shape, layout, experts), parameter.name))
+    return tuple(_with_owners(axes, kinds, plan) for axes, kinds in kinds_of.items())
 
 
-@cached("weights_cache")
-def _exchanges(plan: Plan, pp_rank: int, experts: tuple[tuple[Stack, int], ...]) -> tuple[Exchange, ...]:
-    """experts: how many of each stack this rank holds."""
-    by_axes: dict[tuple[str, ...], list[Matrix]] = {}
-    for name, shape, layout in _sharded(plan, pp_rank):
-        is_stack = len(shape) == 3
-        kind = MatrixKind(shape[is_stack:], Layout(layout.dims[is_stack:]))
-        axes = tuple(axis for dim in kind.layout.dims for axis in reversed(dim) if plan.mesh.size(axis) > 1)
-        numbers = range(dict(experts)[shape[0], layout.dims[0]]) if is_stack else (None,)
-        by_axes.setdefault(axes, []).extend(Matrix(name, number, kind) for number in numbers)
-    return tuple(_with_owners(axes, matrices, plan) for axes, matrices in by_axes.items())
-
-
-def _with_owners(axes: tuple[str, ...], matrices: list[Matrix], plan: Plan) -> Exchange:
+def _with_owners(axes: tuple[str, ...], kinds: list[tuple[MatrixKind, str]], plan: Plan) -> Exchange:
     """Give the matrix with most work to the rank with least; the ranks are in the order of their work, most first."""
-    sizes = [plan.mesh.size(axis) for axis in axes]
-    loads = [(0.0, number) for number in range(min(prod(sizes), len(matrices)))]  # a heap
-    numbers: list[tuple[Matrix, int]] = []
-    for matrix in sorted(matrices, key=lambda matrix: -matrix.kind.flops):
+    owners = [*islice(product(*(range(plan.mesh.size(axis)) for axis in axes)), len(kinds))]
+    loads = [(0.0, number) for number in range(len(owners))]  # a heap
+    numbers = []
+    for kind, _ in (ordered := sorted(kinds, key=lambda item: -item[0].flops)):
         load, number = loads[0]
-        numbers.append((matrix, number))
-        heapreplace(loads, (load + matrix.kind.flops, number))
-    places = {number: place for place, (_, number) in enumerate(sorted(loads, key=lambda item: (-item[0], item[1])))}
-    owned = []
-    for matrix, number in numbers:
-        place, owner = places[number], []
-        for size in reversed(sizes):
-            place, index = divmod(place, size)
-            owner.append(index)
-        owned.append(Matrix(matrix.name, matrix.expert, matrix.kind, tuple(reversed(owner))))
-    return Exchange(axes, tuple(sorted(owned, key=lambda matrix: matrix.owner)))
+        numbers.append(number)
+        heapreplace(loads, (load + kind.flops, number))
+    owner_of = {number: owner for (_, number), owner in zip(sorted(loads, key=lambda item: -item[0]), owners)}
+    matrices = (Matrix(name, kind, owner_of[number]) for (kind, name), number in zip(ordered, numbers))
+    return Exchange(axes, tuple(sorted(matrices, key=lambda matrix: matrix.owner)))
 
 
 def product_dtype(plan: Plan) -> str:
@@ -172,7 +149,7 @@ def product_dtype(plan: Plan) -> str:
 def collectives(plan: Plan, coordinate: Coordinate) -> list[Collective]:
     """The all-to-alls of one rank in a step, there and back."""
     width, rows = BYTES[product_dtype(plan)], []
-    for exchange in exchanges(plan, coordinate):
+    for exchange in exchanges(plan, coordinate.get("pp", 0)):
         sizes = exchange.sizes(plan, coordinate)
         for axis, before, after in zip(exchange.axes, sizes, sizes[1:]):
             rows.append(Collective(axis, "all_to_all", MOMENTUM, 2, width * (before + after)))
@@ -183,9 +160,9 @@ def step_bytes(plan: Plan, coordinate: Coordinate) -> int:
     """Bytes of buffers, and of the largest matrix with what its Newton-Schulz holds and the result before it, in the
     exchange with most."""
     most = 0
-    for exchange in exchanges(plan, coordinate):
+    for exchange in exchanges(plan, coordinate.get("pp", 0)):
         sizes = exchange.sizes(plan, coordinate)
-        sides = (kind.sides for kind, _ in exchange.owned(coordinate))
-        largest = max((4 * short * long + 2 * short * short for short, long in sides), default=0)
+        sides = ((max(1, kind.experts), *kind.sides) for kind, _ in exchange.owned(coordinate))
+        largest = max((2 * short * (count * long + long + short) for count, short, long in sides), default=0)
         most = max(most, sum(sizes[:-1]) + sum(sizes[1:]) + largest)
     return BYTES[product_dtype(plan)] * most
