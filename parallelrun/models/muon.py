@@ -66,59 +66,41 @@ class _Hop:
         self._is_last = number == len(exchange.axes)
         if self._is_last:
             return
-        axis, coordinate = exchange.axes[number], mesh.coordinate
+        axis, own = exchange.axes[number], mesh.coordinate[exchange.axes[number]]
         self._group = mesh.group(axis)
-        own = [matrix for matrix in matrices if matrix.owner[number] == coordinate[axis]]
-        self._shapes = [_lengths(exchange.ranges(matrix.kind, number, plan, coordinate)) for matrix in matrices]
-        self._leaving = [0] * self._group.size
+        owned = [matrix for matrix in matrices if matrix.owner[number] == own]
+        members = [{**mesh.coordinate, axis: member} for member in range(self._group.size)]
+        self._shapes = [exchange.shape(matrix.kind, number, plan, members[own]) for matrix in matrices]
+        self._sending = [0] * self._group.size
         for matrix, shape in zip(matrices, self._shapes):
-            self._leaving[matrix.owner[number]] += prod(shape)
-        gathered = [exchange.ranges(matrix.kind, number + 1, plan, coordinate) for matrix in own]
-        self._gathered = [_lengths(ranges) for ranges in gathered]
-        self._places = []  # per member, the slices of its part in each of `own`
-        for member in range(self._group.size):
-            at = {**coordinate, axis: member}
-            parts = [exchange.ranges(matrix.kind, number, plan, at) for matrix in own]
-            self._places.append(
-                [
-                    tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, ranges))
-                    for part, ranges in zip(parts, gathered)
-                ]
-            )
-        self._arriving = [[prod(x.stop - x.start for x in place) for place in places] for places in self._places]
-        self._next = _Hop(exchange, number + 1, own, plan, mesh, dtype)
+            self._sending[matrix.owner[number]] += prod(shape)
+        self._arriving = [[exchange.shape(matrix.kind, number, plan, at) for matrix in owned] for at in members]
+        self._receiving = [sum(map(prod, shapes)) for shapes in self._arriving]
+        self._dims = [next(i for i, axes in enumerate(m.kind.layout.dims) if axis in axes) for m in owned]
+        self._next = _Hop(exchange, number + 1, owned, plan, mesh, dtype)
 
     def orthogonalised(self, parts: Iterable[Tensor]) -> Iterable[Tensor]:
         """The parts of the orthogonal matrices, given those of the matrices. parts: taken one at a time."""
         if self._is_last:
             return (orthogonalise(part.to(self._dtype)) for part in parts)
-        sent = torch.empty(sum(self._leaving), dtype=self._dtype, device=self._device)
-        out = [part.view(shape) for part, shape in zip(sent.split([*map(prod, self._shapes)]), self._shapes)]
+        sent = torch.empty(sum(self._sending), dtype=self._dtype, device=self._device)
+        out = _views(sent, self._shapes)
         for place, part in zip(out, parts):
             place.copy_(part)
-        sizes = [sum(numels) for numels in self._arriving]
-        received = sent.new_empty(sum(sizes))
-        comm.all_to_all(received, sent, self._group, MOMENTUM, sizes, self._leaving)
-        flat = [rows.split(numels) for rows, numels in zip(received.split(sizes), self._arriving)]
-        matrices = (self._assembled(number, flat) for number in range(len(self._gathered)))
-        for number, result in enumerate(self._next.orthogonalised(matrices)):
-            for piece, places in zip(flat, self._places):
-                part = result[places[number]]
-                piece[number].view(part.shape).copy_(part)
-        comm.all_to_all(sent, received, self._group, MOMENTUM, self._leaving, sizes)
+        received = sent.new_empty(sum(self._receiving))
+        comm.all_to_all(received, sent, self._group, MOMENTUM, self._receiving, self._sending)
+        members = map(_views, received.split(self._receiving), self._arriving)
+        pieces = [*zip(*members)]  # of each matrix, in the order in which they are joined
+        matrices = map(torch.cat, pieces, self._dims)
+        for places, dim, result in zip(pieces, self._dims, self._next.orthogonalised(matrices)):
+            for place, part in zip(places, result.split([place.size(dim) for place in places], dim)):
+                place.copy_(part)
+        comm.all_to_all(sent, received, self._group, MOMENTUM, self._sending, self._receiving)
         return out
 
-    def _assembled(self, number: int, flat: Sequence[Sequence[Tensor]]) -> Tensor:
-        """A matrix, or a larger part of it, from the members' parts."""
-        matrix = torch.empty(self._gathered[number], dtype=self._dtype, device=self._device)
-        for pieces, places in zip(flat, self._places):
-            part = matrix[places[number]]
-            part.copy_(pieces[number].view(part.shape))
-        return matrix
 
-
-def _lengths(ranges: Iterable[tuple[int, int]]) -> list[int]:
-    return [stop - start for start, stop in ranges]
+def _views(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    return [part.view(shape) for part, shape in zip(flat.split([*map(prod, shapes)]), shapes)]
 
 
 def rate_factor(kind: str, shape: Sequence[int]) -> float:

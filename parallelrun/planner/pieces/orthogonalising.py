@@ -62,25 +62,21 @@ class Matrix(NamedTuple):
 @dataclass(frozen=True)
 class Exchange:
     """The matrices that the same axes shard, ordered by owner. axes: in the order in which they are gathered, for each
-    tensor dim the minor-most first, so that every part is a range."""
+    tensor dim the minor-most first, so that parts are joined in their order."""
 
     axes: tuple[str, ...]
     matrices: tuple[Matrix, ...]
 
-    def ranges(self, kind: MatrixKind, hop: int, plan: Plan, coordinate: Coordinate) -> tuple[tuple[int, int], ...]:
-        """[start, stop) per dim of the part at a coordinate after the all-to-alls over the first `hop` axes."""
-        gathered = self.axes[:hop]
-        dims = tuple(tuple(axis for axis in dim if axis not in gathered) for dim in kind.layout.dims)
-        return Layout(dims).ranges(kind.shape, plan.mesh.sizes, coordinate)
+    def shape(self, kind: MatrixKind, hop: int, plan: Plan, coordinate: Coordinate) -> tuple[int, ...]:
+        """The shape of the part at a coordinate after the all-to-alls over the first `hop` axes."""
+        sizes = plan.mesh.sizes | dict.fromkeys(self.axes[:hop], 1)
+        return kind.layout.local_shape(kind.shape, sizes, {**coordinate, **dict.fromkeys(self.axes[:hop], 0)})
 
     def sizes(self, plan: Plan, coordinate: Coordinate) -> list[int]:
         """The elements that a rank holds before the first all-to-all and after each."""
         own = tuple(coordinate[axis] for axis in self.axes)
         return [
-            sum(
-                counts[own[:hop]] * prod(stop - start for start, stop in self.ranges(kind, hop, plan, coordinate))
-                for kind, counts in kinds.items()
-            )
+            sum(counts[own[:hop]] * prod(self.shape(kind, hop, plan, coordinate)) for kind, counts in kinds.items())
             for hop, kinds in enumerate(self._held)
         ]
 
