@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,9 +14,14 @@ from parallelrun.models import muon
 from parallelrun.models.optimizer import Optimizer
 from parallelrun.planner.contract.optimizers import muon_matrices, num_states
 from parallelrun.planner.contract.parameters import LocalParameter, held_parameters
-from parallelrun.planner.contract.plan import Plan
-from parallelrun.planner.pieces.orthogonalising import exchanges
+from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.pieces.orthogonalising import MOMENTUM, collectives, exchanges
+from parallelrun.planner.predict.step_time.links import collective_s
+from parallelrun.planner.predict.step_time.matrices import orthogonalising_s
+from parallelrun.planner.predict.step_time.spread import OPTIMIZER
+from parallelrun.planner.predict.step_time.step import StepModel
 from tests.plans import llama, tiny_config, tiny_plan
+from tests.unit.planner.predict.step_time.test_step_time import CLUSTER, RATES
 from tests.vision import RESNET
 
 MUON = {"optimizer.name": "muon", "optimizer.momentum": 0.9, "model.layers": 1}
@@ -93,3 +100,16 @@ def test_the_first_rank_owns_most_and_all_own_nearly_as_much():
 def test_servers_that_hold_pieces_of_matrices_are_refused():
     with pytest.raises(ConfigError, match="optimizer=muon updates complete matrices"):
         tiny_plan({**MUON, "dp": 2, "strategy.data.kind": "ps", "servers": 1})
+
+
+def test_zero1_divides_the_work_that_ddp_repeats_and_sends_little_for_it():
+    """A block's matrices have 12 x hidden^2 weights. Each of two owners sends half of them there, and half back."""
+    settings = {**MUON, "dp": 2, "precision.name": "bf16", "model.hidden": 2048, "model.heads": 8}
+    ddp, zero1 = (tiny_plan({**settings, "strategy.data.kind": kind}) for kind in ("ddp", "zero1"))
+    (row,) = collectives(zero1, zero1.mesh.coordinate(0))
+    assert row == Collective("dp", "all_to_all", MOMENTUM, 2, 2 * (6 + 6) * 2048**2)
+    assert not collectives(ddp, ddp.mesh.coordinate(0))
+    repeated, divided = (orthogonalising_s(plan, CLUSTER, RATES) for plan in (ddp, zero1))
+    assert divided == pytest.approx(repeated / 2 + collective_s(row, zero1, CLUSTER, RATES))
+    steps = [StepModel(CLUSTER).step_time(plan) for plan in (ddp, replace(ddp, optimizer="adamw"))]
+    assert steps[0].parts[OPTIMIZER] == pytest.approx(repeated + steps[1].parts[OPTIMIZER], rel=0.05)

@@ -20,7 +20,7 @@ def orthogonalising_s(plan: Plan, cluster: ClusterConfig, rates: Rates) -> float
         if sending is None:
             return None
         seconds += sending
-    for exchange in exchanges(plan, coordinate):
+    for exchange in exchanges(plan, coordinate["pp"]):
         for kind, count in exchange.owned(coordinate):
             short, long = kind.sides
             products = (short, long, short), (short, short, short), (short, short, long)
