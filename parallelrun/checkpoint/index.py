@@ -18,7 +18,7 @@ from typing import Any
 from parallelrun.base.errors import CheckpointError, Problem
 from parallelrun.base.records import sha256_of
 from parallelrun.checkpoint.files import size_of
-from parallelrun.planner.contract.optimizers import OPTIMIZERS
+from parallelrun.planner.contract.optimizers import OPTIMIZERS, update_rule
 from parallelrun.planner.contract.plan import Plan
 
 INDEX_FILE = "index.json"
@@ -252,11 +252,11 @@ def _wrong_state(index: Index, plan: Plan) -> list[str]:
             wrong.append(f"{key} is {list(tensor.shape)}, its parameter {list(names[name])}")
         elif tensor.dtype != dtypes[name] and not (kind == "step" and tensor.dtype == "float32"):
             wrong.append(f"{key} is {tensor.dtype}, expected {dtypes[name]}")
-    optimizer = OPTIMIZERS.get(index.optimizer)
-    wanted = optimizer.state_names if optimizer else frozenset()
     for name, kinds in index.state_kinds.items():
-        if optimizer is not None and set(kinds) != wanted:
-            wrong.append(f"the state of {name} is {sorted(kinds)}, {index.optimizer} has {sorted(wanted)}")
+        rule = update_rule(plan.spec.parameters[name], plan) if name in names else plan.optimizer
+        wanted = OPTIMIZERS[rule].state_names
+        if set(kinds) != wanted:
+            wrong.append(f"the state of {name} is {sorted(kinds)}, {rule} has {sorted(wanted)}")
     return wrong
 
 

@@ -1,8 +1,9 @@
-"""torch's AdamW, SGD and Adagrad on this rank's tensors, with state by one-device name."""
+"""The optimizer of this rank's tensors, with state by one-device name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ from torch import Tensor
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.config.schema.run_schema import OptimizerConfig
 from parallelrun.distributed import torch_private
-from parallelrun.planner.contract.optimizers import OPTIMIZERS
+from parallelrun.distributed.mesh import Mesh
+from parallelrun.models.muon import Muon
+from parallelrun.planner.contract.optimizers import ADAMW, MUON, OPTIMIZERS, muon_matrices
 from parallelrun.planner.contract.parameters import LocalParameter
+from parallelrun.planner.contract.plan import Plan
 
 STEP = "step"
 
@@ -20,40 +24,54 @@ STEP = "step"
 class Optimizer:
     """Updates local tensors. Weight decay applies to logical tensors of two or more dims, not to biases and norms."""
 
-    def __init__(self, config: OptimizerConfig, parameters: Sequence[LocalParameter]):
-        """parameters: contiguous, as their gradients in `step`: torch's fused updates do not look at strides."""
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        parameters: Sequence[LocalParameter],
+        plan: Plan | None = None,
+        mesh: Mesh | None = None,
+    ):
+        """parameters: contiguous, as their gradients in `step`: torch's fused updates do not look at strides.
+        plan, mesh: Muon needs them."""
         self._tensors = {parameter.name: parameter.tensor for parameter in parameters}
         strided = [name for name, tensor in self._tensors.items() if not tensor.is_contiguous()]
         assert not strided, f"not contiguous: {strided}"
         assert len(self._tensors) == len(parameters), "two parameters of one rank have the same name"
-        decayed = [p.tensor for p in parameters if len(p.spec.shape) >= 2]
+        matrices: list[LocalParameter] = []
+        if config.name == MUON and plan and mesh:
+            config, own = replace(config, name=ADAMW), (config, plan, mesh)
+            matrices = [p for p in parameters if p.spec.name in muon_matrices(plan)]
+        names = {p.name for p in matrices}
+        decayed = [p.tensor for p in parameters if len(p.spec.shape) >= 2 and p.name not in names]
         plain = [p.tensor for p in parameters if len(p.spec.shape) < 2]
         groups = [
             {"params": tensors, "weight_decay": decay}
             for tensors, decay in ((decayed, config.weight_decay), (plain, 0.0))
             if tensors
         ]
-        self._torch = _make(config, groups) if groups else None  # a stage may have only frozen parameters
+        others: Any = _make(config, groups) if groups else None  # a stage may have only frozen parameters
+        muon: Any = Muon(matrices, *own) if matrices else None
+        self._updates = [update for update in (others, muon) if update]
+        self._update_of = {name: muon if name in names else others for name in self._tensors}
         self._is_first = True
 
     def step(self, lr: float) -> None:
         """Update every tensor by its `.grad` with the learning rate `lr`."""
-        if self._torch is None:
-            return
-        for group in self._torch.param_groups:
+        for group in [group for update in self._updates for group in update.param_groups]:
             group["lr"] = lr
         if self._is_first:  # later, another look at every gradient would cost more than it could tell
             strided = [n for n, p in self._tensors.items() if p.grad is not None and not p.grad.is_contiguous()]
             assert not strided, f"gradients that are not contiguous: {strided}"
         self._is_first = False
-        self._torch.step()
+        for update in self._updates:
+            update.step()
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return the live state of one parameter by kind: of the tensor's shape (`exp_avg`, ...) or 0-d (`step`).
 
         It is empty before the first step (except for Adagrad) and for SGD without momentum. Raises KeyError.
         """
-        state = self._torch.state.get(self._tensors[name], {}) if self._torch else {}
+        state = self._update_of[name].state.get(self._tensors[name], {})
         return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
     def load_state(self, name: str, state: dict[str, Tensor]) -> None:
@@ -67,13 +85,35 @@ class Optimizer:
             dtype = torch.float32 if key == STEP else tensor.dtype
             value = value.detach().to(device=tensor.device, dtype=dtype)
             loaded[key] = value.clone(memory_format=torch.contiguous_format)
-        if loaded and self._torch:
-            self._torch.state[tensor] = loaded
+        if loaded:
+            self._update_of[name].state[tensor] = loaded
 
 
-def _make(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return the torch optimizer, fused if torch supports it on the device. Raises ConfigError."""
+class Lion:
+    """Lion (Chen et al. 2023): the sign of an interpolated momentum, with decoupled weight decay."""
+
+    def __init__(self, groups: list[dict[str, Any]], betas: Sequence[float]):
+        self.param_groups, self._betas = groups, betas
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every tensor by its `.grad`."""
+        first, second = self._betas
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                state = self.state.setdefault(tensor, {})
+                average = state.setdefault("exp_avg", torch.zeros_like(tensor))
+                tensor.mul_(1 - group["lr"] * group["weight_decay"])
+                tensor.add_(average.lerp(tensor.grad, 1 - first).sign_(), alpha=-group["lr"])
+                average.lerp_(tensor.grad, 1 - second)
+
+
+def _make(config: OptimizerConfig, groups: list[dict[str, Any]]) -> Any:
+    """Return the elementwise optimizer, torch's fused one if there is one for the device. Raises ConfigError."""
     on_cpu = all(tensor.device.type == "cpu" for group in groups for tensor in group["params"])
+    if config.name == "lion":
+        return Lion(groups, config.betas)
     options: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
         "adamw": (torch.optim.AdamW, {"betas": tuple(config.betas), "eps": config.eps, "fused": True}),
         "sgd": (torch.optim.SGD, {"momentum": config.momentum, "fused": True}),
@@ -84,4 +124,4 @@ def _make(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.
         raise ConfigError(Problem(f"unknown optimizer.name={config.name}", "optimizer", fix))
     kind, values = options[config.name]
     make: Any = torch_private.uncompiled(kind)
-    return make(groups, lr=config.lr, **values)  # type: ignore[no-any-return]
+    return make(groups, lr=config.lr, **values)

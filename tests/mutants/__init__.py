@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from tests.mutants import adapters, context, general, grid, slices, stages, tensor
+from tests.mutants import adapters, context, general, grid, muon, slices, stages, tensor
 
-MODULES = (general, tensor, grid, context, adapters, stages, slices)
+MODULES = (general, tensor, grid, context, adapters, stages, slices, muon)
 
 
 def plant(name: str) -> None:

@@ -25,6 +25,7 @@ BASE = {"model.layers": 2, "model.vocab": 33, "dataset.vocab": 33, "dropout": 0.
 ONE = {}
 ZERO1 = {"dp": 2, "strategy.data.kind": "zero1"}
 ROUNDED = {**ZERO1, "precision.name": "bf16"}  # weights are rounded in the modules, but saved as they are stored
+MUON = {"optimizer.name": "muon", "optimizer.momentum": 0.9, "optimizer.eps": 1e-2}
 ZERO2 = {"dp": 2, "strategy.data.kind": "zero2", "microbatches": 2}
 LOCAL_SGD = {"dp": 2, "tp": 2, "strategy.data.kind": "local_sgd", "strategy.data.sync_every": 2}  # 3: between two syncs
 DILOCO = {"dp": 2, "pp": 2, "strategy.data.kind": "diloco", "strategy.data.sync_every": 2}
@@ -61,8 +62,8 @@ def world(overrides):
 
 
 RESUMED = {
-    "zero1_bf16": ROUNDED, "zero2": ZERO2, "fsdp_tp2": FSDP, "tp2_pp2": PIPELINE, "local_sgd_ep2": REPLICAS,
-    "powersgd_ep2": POWERSGD, "diloco_pp2": DILOCO, "batch_norm": IMAGES, "experts": SPREAD,
+    "zero1_bf16": ROUNDED, "zero2": ZERO2, "fsdp_tp2_muon": {**FSDP, **MUON}, "tp2_pp2": PIPELINE,
+    "local_sgd_ep2": REPLICAS, "powersgd_ep2": POWERSGD, "diloco_pp2": DILOCO, "batch_norm": IMAGES, "experts": SPREAD,
 }  # fmt: skip  # other tests of this file resume "one" and context parallelism, packed
 if not FULL:  # their parts are in the others, and in the other tests of this file
     del RESUMED["zero2"], RESUMED["tp2_pp2"], RESUMED["experts"], RESUMED["local_sgd_ep2"]
@@ -108,12 +109,13 @@ def test_a_stop_in_the_first_step_is_saved_also_after_a_resume(tmp_path, run_ran
     "model, first, others",
     [
         ({}, ONE, (PIPELINE, ZERO1, FSDP)),
-        ({"optimizer.name": "adagrad", "optimizer.eps": 1e-2}, ZERO1, (PIPELINE, FSDP) if FULL else (FSDP,)),
+        (MUON, ZERO1, (PIPELINE, FSDP) if FULL else (FSDP,)),
+        *([({"optimizer.name": "adagrad", "optimizer.eps": 1e-2}, ZERO1, (PIPELINE, FSDP))] * FULL),
         ({"dataset.pack": True, "model.seq": 16}, CONTEXT, (ONE, ULYSSES)),
         ({**RESNET, "dropout": 0.0}, {"tp": 2}, ({"tp": 4}, ZERO1) if FULL else ({"tp": 4},)),
         (EXPERTS, {"dp": 2, "ep": 2}, ({**ZERO2, "dp": 4, "ep": 2, "microbatches": 1}, SPREAD, ONE)),
     ],
-    ids=["dense", "adagrad", "packed, cp", "channels", "experts"],
+    ids=["dense", "muon", *["adagrad"] * FULL, "packed, cp", "channels", "experts"],
 )
 def test_going_on_under_another_plan_gives_the_same_losses(model, first, others, tmp_path, run_ranks):
     """fp64, so that only a wrong weight, state, sample or dropout mask could make a difference."""

@@ -73,8 +73,8 @@ FULL_MATRIX = (
     "ddp x pp: a tied weight in two stages", "fsdp x pp, two stages a rank", "fsdp x pp, let go between passes",
     "fsdp under zbv: one weight in two stages of a rank", "hsdp x pp, a tied weight in two stages",
     "naive ddp x pp x tp: a tied weight in two stages", "zero1, accumulation", "zero2, an empty chunk",
-    "zero2, recomputed", "fsdp x pp, adagrad", "fsdp x tp, sequence parallel", "fsdp, reduced once a step",
-    "zero2 x tp, sequence parallel",
+    "zero2, recomputed", "zero1 x tp, adagrad", "fsdp x pp, adagrad", "fsdp x tp, sequence parallel",
+    "fsdp, reduced once a step", "zero2 x tp, sequence parallel",
 )  # fmt: skip
 
 

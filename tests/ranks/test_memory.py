@@ -50,6 +50,7 @@ ROLES = {"model.roles": {"layers.*.[qkv]": "column_parallel", "layers.*.out": "r
 LORA, BF16_BASE = {"model.lora.rank": 8}, {"model.lora.base_dtype": "bf16"}
 FEW = GPT | {"global_batch": 2, "micro_batch": 1, "model.seq": 16, "recompute": "full"}
 FP16, BF16 = ({"precision.name": name} for name in ("fp16", "bf16"))
+MUON = {"optimizer.name": "muon", "optimizer.momentum": 0.9}
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
 SEQUENCE = {"strategy.tensor.sequence_parallel": True}
 PACKED = {"dataset.pack": True}
@@ -185,6 +186,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "moe fsdp, shared experts": MOE
     | data("fsdp")
     | {"model.layers": 2, "model.router.kind": "top_k", "model.shared_experts": 1, "model.expert_ffn": 256},
+    # Highest in the update: the parts of a rank, the matrices that it owns, and what Newton-Schulz holds.
+    "muon, tp": GPT
+    | MUON
+    | {"tp": 2, "model.hidden": 128, "model.ffn": 512, "model.seq": 8, "global_batch": 2, "micro_batch": 1},
     "fsdp, highest when the root is reduced": FEW | data("fsdp") | {"model.vocab": 1024, "dataset.vocab": 1024},
     "resnet, sets over replicas": SMALL_RESNET | data("ddp"),
     "resnet fp16, sets of a microbatch, x 1f1b": SMALL_RESNET | LOCAL | pipeline("1f1b") | FP16,

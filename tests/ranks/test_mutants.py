@@ -17,6 +17,7 @@ from tests.ranks.test_data_experts import FSDP, HALF, MOE, THREE, ZERO1, ZERO2
 from tests.ranks.test_finetuning import LORA, MODULE
 from tests.ranks.test_grid_parity import BASE, COLUMNS, CUBE, DEEP, DROPS, ONE_LAYER, ROWS, SQUARE, form
 from tests.ranks.test_latent_parity import LATENT
+from tests.ranks.test_muon import MUON
 from tests.ranks.test_other_modules import Arguments
 from tests.vision import RESNET, VGG
 
@@ -139,6 +140,8 @@ PLANTED: list[tuple[str, Overrides]] = [
     ("dropout_of_local_positions", {**CP, "dropout": 0.1}),
     ("window_of_one_key_more", {**CP, **llama(model__window=3)}),
     ("stripes_see_their_own_index", {**CP, context.ORDER: "striped"}),
+    ("orthogonal_shards", {**MUON, **ONE_LAYER, "tp": 2}),
+    ("rate_of_the_shard", {**MUON, **ONE_LAYER, "tp": 2}),
 ]
 
 # What the full matrix adds: the same mutant in another plan. expert_gradients_ep_times_too_large: test_data_experts.py.
@@ -163,7 +166,8 @@ AGAIN: list[tuple[str, Overrides]] = [
 @pytest.mark.parametrize(("mutant", "overrides"), [*PLANTED, *(AGAIN if FULL else ())], ids=str)
 def test_a_planted_bug_is_caught_by_the_verdict(mutant: str, overrides: Overrides) -> None:
     document = parity(overrides, mutant)  # a crash would prove nothing about the comparison
-    assert not document["passed"]
+    largest = max(document["max_error"].values())
+    assert not document["passed"] or (document["reports_only"] and largest > 1e3 * document["tolerance"])
 
 
 SOUND = [SEQUENCE, ROUTED, COPIES, {**GRID_ROWS, **DROPS}, {**GRID_COLUMNS, **DROPS}]

@@ -106,7 +106,7 @@ class StrategyConfig:
 
 @dataclass
 class OptimizerConfig:
-    """adamw | sgd | adagrad, with learning-rate schedule and gradient clipping."""
+    """adamw | sgd | adagrad | lion | muon, with learning-rate schedule and gradient clipping."""
 
     name: str = "adamw"
     description: str = ""
@@ -115,9 +115,12 @@ class OptimizerConfig:
     warmup: int = key(5, "warm-up steps", least=0)
     min_lr_ratio: float = key(0.1, "final learning rate divided by lr", least=0, most=1)
     weight_decay: float = key(0.1, "weight decay", least=0)
-    betas: list[float] = key(lambda: [0.9, 0.95], "adamw: decay rates of the two moments")
-    eps: float = key(1e-8, "adamw, adagrad: epsilon", above=0)
-    momentum: float = key(0.0, "sgd: momentum", least=0, below=1)
+    betas: list[float] = key(lambda: [0.9, 0.95], "adamw, lion, muon: decay rates of the two moments")
+    eps: float = key(1e-8, "adamw, adagrad, muon: epsilon", above=0)
+    momentum: float = key(0.0, "sgd, muon: momentum", least=0, below=1)
+    adjust_lr_fn: str = key(
+        "match_rms_adamw", "muon: factor of lr by a matrix's sides", choices=("match_rms_adamw", "original")
+    )
     clip: float = key(1.0, "largest global gradient norm; 0: no clipping", least=0)
     lr_scale: Any = key(None, "factor on lr: a number, or linear for dp; null: 1")
 

@@ -1,4 +1,4 @@
-"""Facts about each optimizer without torch: the keys it reads, the state it keeps, and the learning-rate scale.
+"""Facts about each optimizer without torch: the keys it reads, what it updates, the state it keeps, the rate's scale.
 
 `optimizer.lr_scale=linear` multiplies the learning rate by the number of data replicas (Goyal et al. 2017; Horovod's
 examples). The single-device reference keeps the resulting number: it is a setting of the optimizer.
@@ -12,27 +12,65 @@ from math import isfinite
 
 from parallelrun.base.errors import Problem
 from parallelrun.config.schema.run_schema import Config, OptimizerConfig
+from parallelrun.planner.contract.caching import cached
 from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.model.model_spec import LayerSpec, ModelSpec, ParameterSpec
 
 LR_SCALE = "optimizer.lr_scale"
 LINEAR = "linear"
+ADAMW, MUON = "adamw", "muon"
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
     """own_keys: the keys of `optimizer` that not every optimizer reads. num_states: state tensors per weight.
-    state_names: torch's names of the state of one weight."""
+    state_names: torch's names of the state of one weight. elementwise: an element's update depends on no other's."""
 
     own_keys: tuple[str, ...]
     state_names: frozenset[str]
     num_states: Callable[[OptimizerConfig], int]
+    elementwise: bool = True
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerKind(("betas", "eps"), frozenset({"step", "exp_avg", "exp_avg_sq"}), lambda config: 2),
+    ADAMW: OptimizerKind(("betas", "eps"), frozenset({"step", "exp_avg", "exp_avg_sq"}), lambda config: 2),
     "sgd": OptimizerKind(("momentum",), frozenset({"momentum_buffer"}), lambda config: int(config.momentum > 0)),
     "adagrad": OptimizerKind(("eps",), frozenset({"step", "sum"}), lambda config: 1),
+    "lion": OptimizerKind(("betas",), frozenset({"exp_avg"}), lambda config: 1),
+    MUON: OptimizerKind(
+        ("betas", "eps", "momentum", "adjust_lr_fn"), frozenset({"momentum_buffer"}), lambda config: 1, False
+    ),
 }
+
+
+def update_rule(spec: ParameterSpec, plan: Plan) -> str:
+    """The optimizer that updates a parameter: the plan's, but AdamW for what is no matrix under Muon."""
+    return ADAMW if plan.optimizer == MUON and spec.name not in muon_matrices(plan) else plan.optimizer
+
+
+def num_states(spec: ParameterSpec, plan: Plan) -> int:
+    """The tensors of state of a parameter. Under Muon `plan.optimizer_states` are a matrix's; AdamW has one more."""
+    return plan.optimizer_states + (update_rule(spec, plan) != plan.optimizer)
+
+
+@cached("weights_cache")
+def muon_matrices(plan: Plan) -> frozenset[str]:
+    """The names of the parameters that Muon updates: weights of hidden products, an expert's each by itself.
+
+    The matrix is the logical one, q, k, v, gate and up apart, as Jordan's and Moonlight's Muon split fused ones; a
+    convolution's kernels are rows. Embeddings, output layers, adapters, norms and biases are AdamW's, and so is any
+    parameter of a user's module that is no `nn.Linear`.
+    """
+    layers = plan.spec.layers()
+    return frozenset(p.name for layer in layers for p in layer.parameters if _is_muon_matrix(p, layer, plan.spec))
+
+
+def _is_muon_matrix(parameter: ParameterSpec, layer: LayerSpec, spec: ModelSpec) -> bool:
+    num_dims, role = len(parameter.shape), parameter.layer_role
+    if role in ("column_parallel", "row_parallel", "router", "expert"):
+        return num_dims == (3 if role == "expert" else 2) and not parameter.is_adapter
+    is_product = role == "linear" or "row_parallel" in layer.possible_roles or (not role and num_dims == 4)
+    return is_product and num_dims > 1 and parameter.shape[0] != spec.vocab  # an output layer has a row for each class
 
 
 def readers(key: str) -> str:

@@ -11,6 +11,7 @@ from parallelrun.base.wording import divisors
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.parameters import distinct_parameters
 from parallelrun.planner.contract.plan import SYNC, Plan
+from parallelrun.planner.pieces.orthogonalising import MOMENTUM
 from parallelrun.planner.predict.prediction import CONTROL, parameter_bytes, pp_rank_classes
 from parallelrun.planner.predict.step_time.step import step_time
 from parallelrun.planner.predict.traffic import traffic_of
@@ -49,7 +50,7 @@ def checks(plan: Plan, config: Config) -> Checks | None:
     small, every = smallest_batch(config, plan), config.sdc.every
     flops = small.batch.global_batch / plan.batch.global_batch + config.sdc.recompute
     _, rows = traffic_of(small)
-    times = {CONTROL: 0, SYNC: 0, UPDATED: 0 if plan.data.independent else EXCHANGES}  # replicas apart do not meet
+    times = {CONTROL: 0, SYNC: 0, MOMENTUM: 0, UPDATED: 0 if plan.data.independent else EXCHANGES}  # apart, none meet
     sent = sum(times.get(row.purpose, 1) * row.wire_bytes for row in rows)
     weights, states, lone = max(_bytes_of(plan, ranks[0]) for ranks in pp_rank_classes(plan))
     copied = 2 * weights + states  # the state of the last check, and the first weights

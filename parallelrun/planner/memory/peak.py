@@ -20,6 +20,7 @@ from parallelrun.planner.contract.parameters import HeldParameter, distinct_para
 from parallelrun.planner.contract.pipeline_schedule import Action
 from parallelrun.planner.contract.plan import Plan, Stage, Value, once
 from parallelrun.planner.memory.backward_block import backward_blocks
+from parallelrun.planner.pieces import orthogonalising
 
 ROUNDS = 3  # of pp microbatches, after which a schedule that repeats itself has held as much as it ever will
 INDEX_BYTES = 8  # of a token, of a target and of a sample's index
@@ -111,6 +112,8 @@ class ScheduleTraversal:
                 apart -= bytes_apart[index] - bytes_behind[index]
         plan = self._plan
         last = plan.data.ending_bytes(self._pp_rank, self._coordinate, plan) if plan.num_data_ranks > 1 else 0
+        if updating := orthogonalising.step_bytes(plan, self._coordinate):  # beside gradients that are final
+            last = max(last, updating + (0 if plan.data.keeps_gradients(plan) else last))
         end = Memory(0, gradients, 0, 0, last + batch)
         return end if end.tensors > peak.tensors else peak
 

@@ -17,12 +17,13 @@ from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.caching import cached
 from parallelrun.planner.contract.memory import Memory
+from parallelrun.planner.contract.optimizers import num_states, update_rule
 from parallelrun.planner.contract.parameters import distinct_parameters, element_bytes
 from parallelrun.planner.contract.plan import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Plan, once
 from parallelrun.planner.memory import device_memory, peak
 from parallelrun.planner.model.model_spec import ParameterSpec
+from parallelrun.planner.pieces import orthogonalising, sample_sets
 from parallelrun.planner.pieces import router_settings as routing
-from parallelrun.planner.pieces import sample_sets
 
 CONTROL = "control"
 COUNT_BYTES = BYTES["float64"]
@@ -75,6 +76,7 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
         *sample_sets.collectives(blocks, plan),
         *(plan.expert.collectives(blocks, plan) if plan.expert else []),
         *(plan.context.collectives(blocks, plan) if plan.context else []),
+        *orthogonalising.collectives(plan, coordinate),
     ]
     if plan.servers:
         return merge(rows)
@@ -139,7 +141,7 @@ def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     sizes: dict[object, tuple[int, int, int]] = {}  # several stages of a rank have equal parameters
     for parameter, count in distinct_parameters(plan, pp_rank):
         spec, layout = parameter.spec, parameter.layout
-        key = spec.shape, spec.layer_role, spec.heads, spec.frozen, spec.stored, layout
+        key = spec.shape, spec.layer_role, spec.heads, spec.frozen, spec.stored, layout, update_rule(spec, plan)
         if key not in sizes:
             sizes[key] = parameter_bytes(spec, layout, plan, coordinate)
         weight, gradient, state = sizes[key]
@@ -186,8 +188,8 @@ def parameter_bytes(
     if spec.frozen:
         return weight, 0, 0
     keeps = plan.num_data_ranks > 1 and data.keeps_gradients(plan)
-    num_states = 0 if plan.servers else plan.optimizer_states + data.kept_states
-    return weight, gradient * BYTES[plan.precision.reduce] if keeps else 0, state * accurate * num_states
+    states = 0 if plan.servers else num_states(spec, plan) + data.kept_states
+    return weight, gradient * BYTES[plan.precision.reduce] if keeps else 0, state * accurate * states
 
 
 def checkpoint_bytes(plan: Plan) -> int:
@@ -195,13 +197,13 @@ def checkpoint_bytes(plan: Plan) -> int:
 
     Each element is saved once, and once more for each replica that trains independently.
     """
-    trained = plan.spec.num_parameters - plan.spec.num_frozen
-    state = plan.spec.num_parameters + trained * plan.optimizer_states
+    trained = [p for p in plan.spec.parameters.values() if not p.frozen]
+    state = plan.spec.num_parameters + sum(p.numel * num_states(p, plan) for p in trained)
     replicas = plan.num_replicas
     copies = 1 + replicas if plan.data.independent and replicas > 1 else 1
     stored = BYTES[plan.precision.stored]
     narrower = sum(p.numel * (stored - BYTES[p.stored]) for p in plan.spec.parameters.values() if p.stored)
-    elements = state * copies + trained * plan.data.kept_states
+    elements = state * copies + sum(p.numel for p in trained) * plan.data.kept_states
     return elements * stored - narrower * copies + plan.data.saved_bytes(plan)
 
 

@@ -195,5 +195,6 @@ def _ignored_elsewhere(config: Config, pp: int) -> dict[str, str]:
             ignored["dataset.mixture"] = "dataset=mixture"
     if config.optimizer.name in OPTIMIZERS:
         own_keys = OPTIMIZERS[config.optimizer.name].own_keys
-        ignored |= {f"optimizer.{key}": readers(key) for key in ("momentum", "betas", "eps") if key not in own_keys}
+        read = {key for kind in OPTIMIZERS.values() for key in kind.own_keys}
+        ignored |= {f"optimizer.{key}": readers(key) for key in sorted(read.difference(own_keys))}
     return ignored

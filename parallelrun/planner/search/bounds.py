@@ -16,6 +16,7 @@ from parallelrun.planner.contract.caching import once_for
 from parallelrun.planner.contract.classes import data_strategy, pipeline_schedule, tensor_strategy
 from parallelrun.planner.contract.data_strategy import DataStrategy
 from parallelrun.planner.contract.memory import Memory
+from parallelrun.planner.contract.optimizers import update_rule
 from parallelrun.planner.contract.parameters import block_layouts
 from parallelrun.planner.contract.plan import BatchSizes, Plan, Stage, once
 from parallelrun.planner.memory import device_memory
@@ -162,7 +163,7 @@ def _block_bytes(block: BlockSpec, plan: Plan) -> int:
     cached: dict[object, int] = {}
     total = 0
     for spec, layout in zip(block.parameters, block_layouts(block.name, plan)):
-        key = spec.shape, spec.layer_role, spec.heads, spec.frozen
+        key = spec.shape, spec.layer_role, spec.heads, spec.frozen, update_rule(spec, plan)
         if len(spec.shape) > 1:
             if key not in cached:
                 cached[key] = sum(prediction.parameter_bytes(spec, layout, plan, {}))

@@ -185,7 +185,7 @@ def build(config: Config, plan: Plan, device: torch.device, network: Network | N
         data=data,
         gradients=Gradients(data.parameters, plan, mesh, data.flat_gradients),
         runner=build_runner(model_parts, plan, mesh),
-        optimizer=Optimizer(config.optimizer, data.parameters),
+        optimizer=Optimizer(config.optimizer, data.parameters, plan, mesh),
         reader=Reader(dataset.train, sampler, plan, mesh, last_step=last_step, num_workers=num_workers),
         eval_reader=Reader(dataset.val, eval_sampler, plan, mesh, last_step=eval_batches, num_workers=num_workers),
         eval_batches=eval_batches,

@@ -14,6 +14,7 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.data_strategy import DataStrategy
 from parallelrun.planner.contract.memory import Memory
 from parallelrun.planner.contract.messages import Call, ExplainedExchange, ExplainedMessage, ExplainedRound, Explanation
+from parallelrun.planner.contract.optimizers import OPTIMIZERS
 from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.predict.prediction import COUNT_BYTES
@@ -275,6 +276,9 @@ def _check_unsupported(request: Request) -> list[Problem]:
     if request.config.model.lora.base_dtype is not None:
         message = "model.lora.base_dtype: servers of ps store weights in the dtype of the precision"
         problems.append(Problem(message, "model.lora.base_dtype", "strategy.data.kind=ddp", kind="not_built"))
+    if not OPTIMIZERS[request.config.optimizer.name].elementwise:
+        message = f"optimizer={request.config.optimizer.name} updates complete matrices; servers of ps hold pieces"
+        problems.append(Problem(message, "optimizer", "optimizer=adamw or strategy=ddp", kind="undefined"))
     if request.config.sdc.every:
         message = "sdc.every looks for silent data corruption in steps that all ranks take, not on parameter servers"
         problems.append(Problem(message, "sdc.every", "sdc.every=0 or strategy=ddp", kind="not_built"))

@@ -33,13 +33,14 @@ def letters_between(left: str, right: str) -> int:
 
 
 def test_typos_of_keys():
-    random, wrong, hits, silent, count = Random(33), [], 0, 0, examples(800)
-    for _ in range(count):
+    random, wrong, hits, silent, count = Random(33), [], 0, 0, 0
+    for _ in range(examples(800)):
         key = random.choice(list(KEYS.values()))
         name = key.name if random.random() < 0.5 else key.name.rpartition(".")[2]
         typo = mistyped(random, name)
         if typo in KEYS or not typo.strip("._-") or read([f"{typo}=1"], False, "")[0][0].is_hydra:
             continue
+        count += 1
         value = example(key).partition(" or ")[0].partition("=")[2]
         suggested = nearest_keys(typo)
         hits += key.name in suggested
