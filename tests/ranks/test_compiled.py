@@ -30,6 +30,7 @@ if FULL:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS)
 def test_compiled_blocks_equal_one_device(cell: str) -> None:
     assert_equal(parity({**CELLS[cell], "compile": True}, timeout=300))

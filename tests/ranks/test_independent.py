@@ -194,6 +194,7 @@ BUGS: list[tuple[dict[str, Any], Callable[[Training], None]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy, bug", BUGS, ids=lambda value: getattr(value, "__name__", "")[:40])
 def test_a_planted_bug_is_caught_by_the_verdict(strategy: dict[str, Any], bug: Callable[[Training], None]) -> None:
     document = parity({**SETTING, "dp": 2, **strategy}, fault=bug)

@@ -163,6 +163,7 @@ AGAIN: list[tuple[str, Overrides]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mutant", "overrides"), [*PLANTED, *(AGAIN if FULL else ())], ids=str)
 def test_a_planted_bug_is_caught_by_the_verdict(mutant: str, overrides: Overrides) -> None:
     document = parity(overrides, mutant)  # a crash would prove nothing about the comparison

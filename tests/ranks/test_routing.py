@@ -164,6 +164,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_verify_sees_a_planted_bug(fault: str) -> None:
     plant, overrides = FAULTS[fault]

@@ -153,6 +153,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_bug_is_caught_by_the_verdict(fault: Callable[[Training], None]) -> None:
     assert not parity(FAULTS[fault], fault=fault)["passed"]

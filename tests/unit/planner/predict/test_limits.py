@@ -83,7 +83,7 @@ def test_a_rate_at_which_another_plan_wins_is_where_both_take_as_long(patient, m
 
 
 PIPELINES = (*HOSTS[:3], "global_batch=16", "gpus=16", "micro_batch=1", "recompute=selective", "layout=1d",
-             "schedule=1f1b")  # fmt: skip
+             "schedule=1f1b", "strategy.data.kind=zero1")  # fmt: skip
 
 
 def test_tokens_per_microbatch_at_which_another_plan_wins(patient, monkeypatch):
