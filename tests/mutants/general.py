@@ -336,3 +336,32 @@ def latent_weights_not_summed() -> None:
         return Layout(found.dims) if parameter.layer_role == "linear" else found
 
     Megatron1D.layout = wrong
+
+
+def chunk_averaged() -> None:
+    """A chunk of the loss is the mean over its tokens, of which chunks have different numbers."""
+    from parallelrun.models import chunked_loss
+
+    defer = chunked_loss.defer_logits
+
+    def averaged(network: Any, chunks: int) -> None:
+        defer(network, chunks)
+        right = network.loss.loss.forward
+        network.loss.loss.forward = lambda logits, targets: right(logits, targets) * (6 / targets.numel())
+
+    import parallelrun.training.loop.build as build
+
+    build.defer_logits = averaged
+
+
+def gradient_of_the_last_chunk() -> None:
+    """Each chunk overwrites the gradient of the head's weights."""
+    from parallelrun.models import chunked_loss
+
+    right = chunked_loss._Logits.backward
+
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.sums[0].zero_()
+        return right(ctx, grad)
+
+    chunked_loss._Logits.backward = staticmethod(backward)

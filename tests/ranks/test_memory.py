@@ -55,6 +55,7 @@ SEQUENCE = {"strategy.tensor.sequence_parallel": True}
 PACKED = {"dataset.pack": True}
 ONE_LAYER = {"model.layers": 1}
 GRID = {"model.layers": 1, "global_batch": 8}
+CHUNKS: dict[str, Any] = {"model.vocab": 1024, "dataset.vocab": 1024, "loss_chunks": 7}
 # The peak lies inside attention, where other ranks' keys pass by.
 LONG = GPT | {
     "model.layers": 1, "model.ffn": 32, "model.seq": 512, "model.vocab": 64, "dataset.vocab": 64, "global_batch": 2,
@@ -166,6 +167,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "3d": GPT | GRID | {"tp": 8, "layout": "3d"},
     "2.5d": GPT | GRID | {"tp": 8, "layout": "2.5d"},
     "ring, several buckets": GPT | data("ring", bucket_mb=0.05),
+    "loss in chunks bf16": LLAMA | CHUNKS | BF16,
+    "loss in chunks, tp sequence": GPT | CHUNKS | {"tp": 2} | SEQUENCE,
+    "loss in chunks, fsdp bf16": GPT | CHUNKS | data("fsdp") | BF16,
+    "loss in chunks, zero bubble bf16": GPT | CHUNKS | pipeline("zero_bubble") | BF16,
+    "loss in chunks, 1f1b": GPT | CHUNKS | pipeline("1f1b") | {"model.layers": 1},
     "zbv": GPT | pipeline("zbv") | {"model.layers": 4},
     "dropout": GPT | {"dropout": 0.1},
     "zero2 fp16 full": GPT | ONE_LAYER | data("zero2") | FP16 | FULL,
@@ -210,7 +216,8 @@ SUMMA = GPT | GRID | {"tp": 4, "layout": "2d", "strategy.tensor.form": "summa"}
 # Everything in these stands in other plans too.
 SELDOM = {
     "module", "module lora", "norms of heads, 2d", "zero1 bf16", "tp", "cp, long", "interleaved", "zero bubble bf16",
-    "gpt large vocabulary", "local sgd", "fsdp, highest when the root is reduced",
+    "gpt large vocabulary", "local sgd", "fsdp, highest when the root is reduced", "loss in chunks bf16",
+    "loss in chunks, 1f1b",
     "norms of heads with biases, tp sequence", "moe, ep over tp", "moe tp sequence",
     "tp sequence selective bf16", "fsdp x zero bubble, few tokens, packed",
 }  # fmt: skip

@@ -235,6 +235,7 @@ class Config:
     micro_batch: int | None = key(None, "samples per microbatch", most=SAMPLES)
     seed: int = key(1234, "seed of weights, data order and dropout", least=0, most=2**63 - 1)
     dropout: float = key(0.0, "dropout probability", least=0, below=1)
+    loss_chunks: int = key(1, "parts of a microbatch's tokens whose logits are computed one after the other", least=1)
     recompute: str = key("none", "activations that backward recomputes", choices=("none", "selective", "full"))
     compile: bool = key(False, "use torch.compile")
     device: str = key("auto", "device of the ranks; auto: cuda if there are GPUs", choices=("auto", "cpu", "cuda"))

@@ -124,6 +124,7 @@ class Plan:
     sample_sets: SampleSets | None = None  # None: the model has no BatchNorm
     expert: ExpertDispatcher | None = None  # None: every rank holds all experts (ep=1)
     context: ContextStrategy | None = None  # None: every rank has complete sequences (cp=1)
+    loss_chunks: int = 1  # parts of a microbatch's tokens whose logits are computed one after the other
     stack: StackConfig = field(default_factory=StackConfig)  # the program that is predicted; runs are this one's
 
     @cached_property

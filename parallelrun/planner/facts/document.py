@@ -38,6 +38,7 @@ def document(plan: Plan, config: Config, results: Facts | None = None) -> dict[s
         "optimizer": plan.optimizer,
         "recompute": plan.recompute,
         "dropout": plan.dropout,
+        "loss_chunks": plan.loss_chunks,
         "batch": {**asdict(plan.batch), "replica_batch": plan.batch.replica_batch},
         "data": plan.data.document(),
         "tensor": {"kind": plan.tensor.kind, **asdict(plan.tensor)},

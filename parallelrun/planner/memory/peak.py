@@ -2,7 +2,8 @@
 
 Memory is highest in backward: a stage's backward pass begins with the activations of all its microbatches in flight,
 and adds gradients of activations and weights block by block. Forward needs less than the backward pass that follows it,
-and so does the optimizer, unless a step has hardly any activations.
+unless it computes the gradients of the loss (`loss_chunks`), and so does the optimizer, unless a step has hardly any
+activations.
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ class ScheduleTraversal:
             index: sum(block.kept for block in self._blocks[index]) + _input_beside(stage, plan)
             for index, stage in stages.items()
         }
+        self._in_forward = {
+            index: blocks[-1].passes[-1].in_forward if blocks[-1].passes else 0
+            for index, blocks in self._blocks.items()
+        }
         self._waiting = {index: self._waits(index, 0) for index in stages}
 
     def _once(self, quantity: str, index: int, number: int, compute: Callable[[], Value]) -> Value:
@@ -90,15 +95,18 @@ class ScheduleTraversal:
         bytes_behind = {index: self._behind(index) for index in self._blocks}
         peak = Memory(0, 0, 0, 0)
         for (kind, index, _), activations in self._live_bytes(has_messages):
-            if kind == "F":
-                continue
             has_input_gradient = index > 0
             split = kind in "IW" and has_input_gradient
+            if kind == "F" and not self._in_forward[index]:
+                continue
             if kind == "I" and has_input_gradient:
                 apart += bytes_apart[index]
             if kind != "I" or has_input_gradient:
                 number = begun[index]
-                beyond = self._of_weights(index, kind, number) if split else self._beyond_kept(index, number)
+                if kind == "F":
+                    beyond = self._end_of_forward(index, number)
+                else:
+                    beyond = self._of_weights(index, kind, number) if split else self._beyond_kept(index, number)
                 temporary = batch + apart + beyond
                 if gradients + activations + temporary > peak.tensors:
                     peak = Memory(0, gradients, 0, activations, temporary)
@@ -173,6 +181,13 @@ class ScheduleTraversal:
         middle = 0 < number < self._plan.batch.microbatches - 1  # all equal from the third on
         number = min(number, 2) if middle else number
         return self._once("beyond", index, number, partial(self._compute_beyond, index, number))
+
+    def _end_of_forward(self, index: int, number: int) -> int:
+        """The bytes at the end of a stage's forward pass before its backward pass `number`, beyond what the forward
+        began with: its input, if received."""
+        plan, waiting = self._plan, self._waits(index, number)
+        received = prod(plan.tensor.boundary_shape(plan)) * BYTES[plan.precision.compute] if index > 0 else 0
+        return self._kept[index] + self._in_forward[index] - received + (waiting[-1] if waiting else 0)
 
     def _compute_beyond(self, index: int, number: int) -> int:
         plan, blocks, gradients = self._plan, self._blocks[index], self._gradients[index]

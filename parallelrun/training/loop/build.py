@@ -18,6 +18,7 @@ from parallelrun.data.order import make_sampler
 from parallelrun.distributed import torch_private
 from parallelrun.distributed.mesh import Mesh, build_mesh
 from parallelrun.models import initialise, recompute
+from parallelrun.models.chunked_loss import defer_logits
 from parallelrun.models.network import Network, compile_blocks
 from parallelrun.models.optimizer import Optimizer
 from parallelrun.models.vision.batch_norm import give_sets
@@ -153,6 +154,7 @@ def build_model_parts(config: Config, plan: Plan, mesh: Mesh, network: Network |
         _parallelize("expert", plan.expert.kind, network, plan, mesh)
     network.rounds_weights = uses_rounded(plan)
     recompute.apply(network, plan.recompute)
+    defer_logits(network, plan.loss_chunks)
     if config.compile:
         compile_blocks(network)
     return network.split([stage.blocks for stage in stages])
