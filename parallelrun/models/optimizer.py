@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.config.schema.run_schema import OptimizerConfig
 from parallelrun.distributed import torch_private
+from parallelrun.models import host_memory
 from parallelrun.planner.contract.optimizers import OPTIMIZERS
 from parallelrun.planner.contract.parameters import LocalParameter
 
@@ -69,6 +71,33 @@ class Optimizer:
             loaded[key] = value.clone(memory_format=torch.contiguous_format)
         if loaded and self._torch:
             self._torch.state[tensor] = loaded
+
+
+class OffloadedOptimizer(Optimizer):
+    """The same with its state and update on the host. Gradients and weights are copied there in each step, because
+    others may have changed the weights, and the updated weights are copied back."""
+
+    def __init__(self, config: OptimizerConfig, parameters: Sequence[LocalParameter], *more: Any):
+        self._on_device = [parameter.tensor for parameter in parameters]
+        on_host = [replace(p, tensor=host_memory.host_copy(p.tensor)) for p in parameters]
+        super().__init__(config, on_host, *more)
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        both = list(zip(self._on_device, self._tensors.values()))
+        for tensor, host in both:
+            host.copy_(tensor, non_blocking=True)
+            if tensor.grad is None:
+                host.grad = None
+            elif host.grad is None:
+                host.grad = host_memory.host_copy(tensor.grad)
+            else:
+                host.grad.copy_(tensor.grad, non_blocking=True)
+        if any(tensor.is_cuda for tensor, _ in both):
+            torch.cuda.synchronize()
+        super().step(lr)
+        for tensor, host in both:
+            tensor.copy_(host, non_blocking=True)
 
 
 def _make(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

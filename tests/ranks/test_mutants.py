@@ -55,6 +55,8 @@ PLANTED: list[tuple[str, Overrides]] = [
     ("input_gradient_not_reduced", TP),
     ("chunk_averaged", CHUNKED),
     ("gradient_of_the_last_chunk", CHUNKED),
+    ("inputs_of_the_next_block", {**PP, "recompute": "offload", "model.layers": 4}),
+    ("offloaded_gradients_of_the_first_step", {**DP, "optimizer.offload": True, "verify.steps": 2}),
     ("skipped_block", PP),
     ("untied_embedding", PP),
     ("received_at_the_embedding", STAGED),

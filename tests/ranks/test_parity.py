@@ -108,6 +108,18 @@ def test_the_chosen_cells_cover_what_can_interact() -> None:
     assert {degrees for degrees, _, _ in cells} >= set(CHOSEN_DEGREES)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"pp": 2, "schedule": "zbv", "model.layers": 6, "dropout": 0.1, "recompute": "offload"},
+        {"dp": 2, **DATA["fsdp_reshard"], "recompute": "offload", "optimizer.offload": True, "verify.steps": 2},
+    ],
+    ids=str,
+)
+def test_what_waits_on_the_host_comes_back(overrides: dict[str, Any]) -> None:
+    assert_equal(parity(overrides))
+
+
 @pytest.mark.parametrize("dp, tp, pp", [one for one in DEGREES if FULL or sorted(one) == [1, 2, 2]], ids=str)
 def test_plan_equals_one_device_in_fp32_over_gloo(dp: int, tp: int, pp: int) -> None:
     """All other parity tests run in shared memory."""

@@ -116,7 +116,7 @@ def _model(plan: Plan) -> dict[str, Any]:
 
 
 def _bytes(memory: Memory) -> dict[str, int]:
-    return {**memory.parts, "total": memory.total}
+    return {**memory.parts, "total": memory.total, **({"host": memory.host} if memory.host else {})}
 
 
 def rank_row(plan: Plan, rank: int, cluster: ClusterConfig) -> dict[str, Any]:

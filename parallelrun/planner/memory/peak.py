@@ -68,7 +68,7 @@ class ScheduleTraversal:
             index: once(of_weights, self._number[index], partial(_by_block, stage, plan, pp_rank, coordinate))
             for index, stage in stages.items()
         }
-        self._blocks = {index: backward_blocks(stage.blocks, plan) for index, stage in stages.items()}
+        self._blocks = {index: backward_blocks(stage.blocks, plan, index > 0) for index, stage in stages.items()}
         self._kept = {
             index: sum(block.kept for block in self._blocks[index]) + _input_beside(stage, plan)
             for index, stage in stages.items()
@@ -121,6 +121,15 @@ class ScheduleTraversal:
         last = plan.data.ending_bytes(self._pp_rank, self._coordinate, plan) if plan.num_data_ranks > 1 else 0
         end = Memory(0, gradients, 0, 0, last + batch)
         return end if end.tensors > peak.tensors else peak
+
+    def host_bytes(self) -> int:
+        """Bytes of the inputs of blocks that wait in host memory, at most."""
+        each = {index: sum(block.on_host for block in blocks) for index, blocks in self._blocks.items()}
+        live = most = 0
+        for kind, index, _ in self._plan.pipeline.order(self._plan, self._pp_rank):
+            live += each[index] if kind == "F" else -each[index] if kind in "BI" else 0
+            most = max(most, live)
+        return most
 
     def _live_bytes(self, has_messages: bool) -> Iterable[tuple[Action, int]]:
         """The rank's actions, each with the bytes of activations, and messages, that are held when it begins."""

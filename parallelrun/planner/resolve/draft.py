@@ -99,6 +99,7 @@ class PlanDraft:
             return request
         request = replace(request, batch=batch)
         problems += violations(batch) + check_length(request) + check_loss_chunks(request, strategies)
+        problems += check_offload(request, strategies)
         problems += strategies.tensor.check(request) + strategies.data.check(request)
         problems += strategies.expert.check(request) if strategies.expert else []
         problems += routing.check(request, parts)
@@ -142,6 +143,7 @@ class PlanDraft:
             optimizer=config.optimizer.name,
             optimizer_states=OPTIMIZERS[config.optimizer.name].num_states(config.optimizer)
             + config.stack.keeps_copy(TABLE[config.precision.name]),
+            offloads_optimizer=config.optimizer.offload,
             equivalence=Equivalence("exact"),
             servers=degrees.servers,
             filled=(
@@ -237,4 +239,17 @@ def check_loss_chunks(request: Request, strategies: StrategyClasses) -> list[Pro
     if chunks > tokens:
         message = f"{shown} is more than the {counted(tokens, 'token')} of a microbatch on a rank"
         return [Problem(message, "loss_chunks", f"loss_chunks={tokens}", kind="arithmetic")]
+    return []
+
+
+def check_offload(request: Request, strategies: StrategyClasses) -> list[Problem]:
+    """Check that nothing but the optimizer reads its state, which is on the host."""
+    config, key = request.config, "optimizer.offload"
+    if not config.optimizer.offload:
+        return []
+    if strategies.data.has_servers:
+        return [Problem(f"{key}=true: servers have the optimizer's state", key, f"{key}=false", kind="unread")]
+    if config.sdc.every:
+        message = f"{key}=true: sdc.every compares the optimizer's state on the devices"
+        return [Problem(message, "sdc.every", f"sdc.every=0 or {key}=false", kind="not_built")]
     return []

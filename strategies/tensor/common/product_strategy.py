@@ -88,7 +88,7 @@ class ProductStrategy(ProductTraffic):
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Return the bytes on the rank that saves most. Full recomputation saves a block's input: of the first block
         of images or of a user's module the batch, which is counted anyway."""
-        if plan.recompute != "full" or not block.is_recomputed:
+        if not plan.runs_again or not block.is_recomputed:
             return sum(backward.kept for backward in self.layer_backwards(block, plan))
         loss = sum(backward.kept for backward in self._measured_loss(block, plan))
         if (plan.spec.kind == "images" or block.kind == MEASURED) and block.name == plan.spec.blocks[0].name:
@@ -115,7 +115,7 @@ class ProductStrategy(ProductTraffic):
             return (module_memory.stated_backward(block, plan), *self._measured_loss(block, plan))
         in_order, of_loss = as_computed(block.layers), self._loss_backwards(block, plan)
         if of_loss and plan.loss_chunks > 1:
-            *in_order, head = in_order
+            in_order, head = in_order[:-1], in_order[-1]
             product = self.product_of(head, plan)
             assert product is not None, "the last layer gives the logits"
             sizes = _weight_gradients(head, product, plan), self.moved_bytes(head, product, plan)

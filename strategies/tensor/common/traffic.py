@@ -89,7 +89,7 @@ class ProductTraffic(TensorStrategy):
     def traffic(self, block: BlockSpec, plan: Plan) -> list[TensorCollective]:
         both = [(x.name.removeprefix(f"{block.name}."), *self._of_layer(x, plan)) for x in as_computed(block.layers)]
         forward = [row for _, rows, _ in both for row in rows]
-        again = forward if plan.recompute == "full" and block.is_recomputed and self._trains(block, plan) else []
+        again = forward if plan.runs_again and block.is_recomputed and self._trains(block, plan) else []
         if again and not self.recomputes_last_call(block, forward, plan):
             again = again[:-1]
         loss = self._of_loss(plan) if block.name == plan.spec.blocks[-1].name else []
