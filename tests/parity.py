@@ -45,7 +45,7 @@ from tests.pool import BACKEND, COMPILER, TRANSFORMERS, run_ranks
 _FILES = tempfile.TemporaryDirectory(prefix="parallelrun-parity-")
 _PLACEMENT = (
     "dp", "cp", "tp", "pp", "ep", "layout", "grid", "depth", "schedule", "virtual_stages", "microbatches",
-    "micro_batch", "recompute", "compile",
+    "micro_batch", "recompute", "compile", "loss_chunks",
 )  # fmt: skip
 
 

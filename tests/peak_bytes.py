@@ -31,7 +31,7 @@ class PeakBytes(TorchDispatchMode):
 
     def __init__(self, device: str = "cpu"):
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.apart = self.most_apart = 0
         self._device = device
         self._held: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._torch_resize = torch.UntypedStorage.resize_
@@ -60,6 +60,16 @@ class PeakBytes(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         self._see_in((result,))
         return result
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Do not count a tensor that has not been seen: it stands for one in the memory of another device."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        assert key not in self._held, "the tensor has been counted"
+        self._held[key] = weakref.ref(storage, lambda _: self._forget(key, storage_bytes)), 0
+        storage_bytes = storage.nbytes() if tensor.dim() else 0
+        self.apart += storage_bytes
+        self.most_apart = max(self.most_apart, self.apart)
 
     def restart(self) -> None:
         """Measure the peak from now on."""
@@ -104,8 +114,9 @@ class PeakBytes(TorchDispatchMode):
             await_other_threads()
         self.peak = max(self.peak, self.now)
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, apart: int = 0) -> None:
         self.now -= self._held.pop(key)[1]
+        self.apart -= apart
 
     def _resize(self) -> Any:
         def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

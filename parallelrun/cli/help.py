@@ -128,7 +128,7 @@ _KEYS = {
     "model": "model.layers hidden heads kv_heads ffn vocab seq ...",
     "experts": "model.experts expert_ffn expert_period shared_experts, model.router.* strategy.expert.*",
     "optimizer": "optimizer.lr schedule warmup weight_decay clip ...",
-    "run": "steps seed dropout recompute compile device name path runs",
+    "run": "steps seed dropout recompute loss_chunks compile device name path runs",
     "init": "init.from=DIR (initial weights), model.from_hf=config.json (a model of Hugging Face transformers)",
     "resume": "resume=latest (the newest run) | auto (this training, or a fresh start) | DIR",
     "records": "eval.every eval.batches checkpoint.every keep last, profile=[STEPS]",

@@ -244,9 +244,10 @@ def mark_role(module: nn.Module, role: str) -> None:
 
 class VocabHead(RoleLayer):
     """x (..., hidden) -> logits (..., vocab). `weight` (vocab, hidden) is the embedding's Parameter when tied; `bias`
-    (vocab) may be None."""
+    (vocab) may be None. defers: it returns x, of which the loss computes the logits (`chunked_loss`)."""
 
     layer_role = "head"
+    defers = False
 
     def __init__(
         self, hidden: int, vocab: int, dtype: torch.dtype, tied: TokenEmbedding | None = None, bias: bool = False
@@ -257,7 +258,11 @@ class VocabHead(RoleLayer):
         self.bias = nn.Parameter(torch.empty(vocab)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.compute_dtype)
+        return x if self.defers else linear(x, self.weight, self.bias, self.compute_dtype)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The input (..., hidden) of a deferred product, in the compute dtype."""
+        return cast(x, self.compute_dtype)
 
 
 class TokenLoss(TensorModule):

@@ -19,6 +19,7 @@ from parallelrun.distributed import shared_memory, torch_private
 from parallelrun.models import documents as packed
 from parallelrun.models import dropout, recompute, rounding
 from parallelrun.models.documents import DocumentBounds
+from parallelrun.models.host_memory import HostMemory
 from parallelrun.models.layers import TensorModule, TokenLoss
 from parallelrun.planner.model.model_spec import ModelSpec
 
@@ -33,7 +34,7 @@ class Network(nn.Module):
     False if the compute dtype is the stored one, so that there are no rounded copies. before_split: called when the
     network is split, after the tensor strategy has replaced its layers. own_values: from the run's seed to the initial
     values, by name, of the parameters whose initialiser is `own` (a user's module). takes_batch: its input is the
-    reader's batch itself, because the user's own loss computes it.
+    reader's batch itself, because the user's own loss computes it. host: where the inputs of blocks wait for backward.
     """
 
     def __init__(self, spec: ModelSpec, loss: nn.Module, blocks: Sequence[nn.Module] = ()):
@@ -42,6 +43,7 @@ class Network(nn.Module):
         self.block_names: tuple[str, ...] = tuple(block.name for block in spec.blocks)
         self.recomputed: tuple[str, ...] = tuple(block.name for block in spec.blocks if block.is_recomputed)
         self.recompute = "none"
+        self.host: HostMemory | None = None
         self.loss = loss
         self.own_values: Callable[[int], dict[str, Tensor]] | None = None
         self.before_split: Callable[[], None] | None = None
@@ -82,7 +84,7 @@ class Network(nn.Module):
         for blocks in parts:
             stage = Network(self.spec, self.loss)
             stage.recompute, stage.training, stage.own_values = self.recompute, self.training, self.own_values
-            stage.rounds_weights, stage.takes_batch = self.rounds_weights, self.takes_batch
+            stage.rounds_weights, stage.takes_batch, stage.host = self.rounds_weights, self.takes_batch, self.host
             for name in blocks:
                 mount(stage, name, self.get_submodule(name))
             stage._hold(blocks)
@@ -99,7 +101,7 @@ class Network(nn.Module):
             return x
         for name in self.block_names:
             if name in self.recomputed:
-                x = recompute.run(self.block(name), x, sample_ids, self.recompute, documents)
+                x = recompute.run(self.block(name), x, sample_ids, self.recompute, documents, self.host)
                 continue
             with self._rounding(), dropout.scope(sample_ids), packed.scope(documents):
                 x = self.block(name)(x)

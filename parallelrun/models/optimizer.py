@@ -13,6 +13,7 @@ from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.config.schema.run_schema import OptimizerConfig
 from parallelrun.distributed import torch_private
 from parallelrun.distributed.mesh import Mesh
+from parallelrun.models import host_memory
 from parallelrun.models.muon import Muon
 from parallelrun.planner.contract.optimizers import ADAMW, MUON, OPTIMIZERS, muon_matrices
 from parallelrun.planner.contract.parameters import LocalParameter
@@ -87,6 +88,33 @@ class Optimizer:
             loaded[key] = value.clone(memory_format=torch.contiguous_format)
         if loaded:
             self._update_of[name].state[tensor] = loaded
+
+
+class OffloadedOptimizer(Optimizer):
+    """The same with its state and update on the host. Gradients and weights are copied there in each step, because
+    others may have changed the weights, and the updated weights are copied back."""
+
+    def __init__(self, config: OptimizerConfig, parameters: Sequence[LocalParameter], *more: Any):
+        self._on_device = [parameter.tensor for parameter in parameters]
+        on_host = [replace(p, tensor=host_memory.host_copy(p.tensor)) for p in parameters]
+        super().__init__(config, on_host, *more)
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        both = list(zip(self._on_device, self._tensors.values()))
+        for tensor, host in both:
+            host.copy_(tensor, non_blocking=True)
+            if tensor.grad is None:
+                host.grad = None
+            elif host.grad is None:
+                host.grad = host_memory.host_copy(tensor.grad)
+            else:
+                host.grad.copy_(tensor.grad, non_blocking=True)
+        if any(tensor.is_cuda for tensor, _ in both):
+            torch.cuda.synchronize()
+        super().step(lr)
+        for tensor, host in both:
+            tensor.copy_(host, non_blocking=True)
 
 
 class Lion:

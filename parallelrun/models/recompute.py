@@ -7,6 +7,9 @@ of matrix products and of attention are saved, outputs of norms and activations 
 Selective uses saved-tensor hooks instead of torch's `create_selective_checkpoint_contexts`. That caches a product's
 result by reference, so that a collective which then reduces it in place is applied twice in the second run, and its
 dispatch mode slows every operation of the forward. A compiled block chooses which tensors it saves.
+
+offload: full, and the inputs of blocks wait for backward in host memory (`host_memory`). A stage's own input stays: its
+receive buffer holds it anyway.
 """
 
 from __future__ import annotations
@@ -22,22 +25,24 @@ from torch.utils.checkpoint import checkpoint
 from parallelrun.models import documents as packed
 from parallelrun.models import dropout, rounding
 from parallelrun.models.documents import DocumentBounds
+from parallelrun.models.host_memory import HostCopy, HostMemory
 from parallelrun.models.layers import role_of
 
 if TYPE_CHECKING:
     from parallelrun.models.network import Network
 
-MODES = ("none", "selective", "full")
+MODES = ("none", "selective", "full", "offload")
 KEPT = "kept"  # full, for schedules that run a block's backward more than once: see `_KeptForward`
 Block = Callable[[Tensor], Tensor]  # a module, or what calls one
 CHEAP_ROLES = ("norm", "activation")
 
 
 def apply(network: Network, mode: str) -> None:
-    """Set how the blocks of `network` (see `Network.recomputed`) run. mode: none | selective | full."""
+    """Set how the blocks of `network` (see `Network.recomputed`) run. mode: none | selective | full | offload."""
     if mode not in MODES:
         raise ValueError(f"recompute={mode} is unknown; use one of {', '.join(MODES)}")
     network.recompute = mode
+    network.host = HostMemory() if mode == "offload" else None
     if mode == "selective":
         for name in network.recomputed:
             for module in network.get_submodule(name).modules():
@@ -54,16 +59,27 @@ def _is_cheap(module: nn.Module) -> bool:
 
 
 def run(
-    block: Block, x: Tensor, sample_ids: Tensor | None, mode: str, documents: DocumentBounds | None = None
+    block: Block,
+    x: Tensor,
+    sample_ids: Tensor | None,
+    mode: str,
+    documents: DocumentBounds | None = None,
+    host: HostMemory | None = None,
 ) -> Tensor:
-    """block(x) under `mode`. Sample ids and documents are in scope for what is computed again too."""
+    """block(x) under `mode`. Sample ids and documents are in scope for what is computed again too. host: where x waits
+    for backward; None: on its device."""
     if mode == "none" or not torch.is_grad_enabled():
         return _run(block, x, sample_ids, documents)
-    if mode == "full":
-        out: Tensor = checkpoint(_run, block, x, sample_ids, documents, use_reentrant=False)
+    copy = None if host is None or x.is_leaf else host.put(x)
+    if mode in ("full", "offload"):
+        inputs = (sample_ids, documents)
+        if copy is None:
+            out: Tensor = checkpoint(_run, block, x, *inputs, use_reentrant=False)
+        else:
+            out = checkpoint(_ReturningInput(block, x, copy), *inputs, use_reentrant=False)
         return out
     if mode == KEPT:
-        forward = _KeptForward(block, x, sample_ids, documents)
+        forward = _KeptForward(block, copy or x.detach(), x.requires_grad, sample_ids, documents)
         with torch.autograd.graph.saved_tensors_hooks(forward.pack, forward.unpack):
             return _run(block, x, sample_ids, documents)
     with rounding.not_kept():  # nor outputs of cheap modules, see `_remember`
@@ -74,6 +90,20 @@ def _run(block: Block, x: Tensor, sample_ids: Tensor | None, documents: Document
     with dropout.scope(sample_ids), packed.scope(documents):
         out: Tensor = block(x)
     return out
+
+
+class _ReturningInput:
+    """A block's forward: first on `x`, which it then lets go of, later on the copy that is brought back."""
+
+    def __init__(self, block: Block, x: Tensor, copy: HostCopy):
+        self._block, self._copy, self._needs_gradient = block, copy, x.requires_grad
+        self._x: Tensor | None = x
+
+    def __call__(self, sample_ids: Tensor | None, documents: DocumentBounds | None) -> Tensor:
+        x, self._x = self._x, None
+        if x is None:
+            x = self._copy.take().requires_grad_(self._needs_gradient)
+        return _run(self._block, x, sample_ids, documents)
 
 
 class _EnoughComputed(Exception):
@@ -87,9 +117,16 @@ class _KeptForward:
     own, and torch's checkpoint would run the block again in each. Freed with the block's graph.
     """
 
-    def __init__(self, block: Block, x: Tensor, sample_ids: Tensor | None, documents: DocumentBounds | None):
-        self._block, self._x, self._sample_ids, self._documents = block, x.detach(), sample_ids, documents
-        self._needs_gradient = x.requires_grad
+    def __init__(
+        self,
+        block: Block,
+        x: Tensor | HostCopy,
+        needs_gradient: bool,
+        sample_ids: Tensor | None,
+        documents: DocumentBounds | None,
+    ):
+        self._block, self._x, self._sample_ids, self._documents = block, x, sample_ids, documents
+        self._needs_gradient = needs_gradient
         self._num_saved = 0
         self._saved: list[Tensor | rounding.Packed] = []
 
@@ -109,7 +146,7 @@ class _KeptForward:
             if len(self._saved) == self._num_saved:
                 raise _EnoughComputed
 
-        x = self._x.detach().requires_grad_(self._needs_gradient)
+        x = (self._x.detach() if isinstance(self._x, Tensor) else self._x.take()).requires_grad_(self._needs_gradient)
         with rounding.remembered() as copies, torch.enable_grad(), suppress(_EnoughComputed):
             with torch.autograd.graph.saved_tensors_hooks(collect, lambda packed: packed):
                 _run(self._block, x, self._sample_ids, self._documents)

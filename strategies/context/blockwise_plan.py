@@ -163,7 +163,7 @@ class BlockwiseContext(ContextStrategy):
         payload: Counter[tuple[str, str, str]] = Counter()
         for block in blocks:
             forward, backward = self.traffic(block, plan)
-            forwards = 1 + (plan.recompute == "full" and block.is_recomputed)
+            forwards = 1 + (plan.runs_again and block.is_recomputed)
             for row in [*forward * forwards, *backward, *_of_routers(block, plan)]:
                 calls[row.key] += plan.batch.microbatches * row.calls
                 payload[row.key] += plan.batch.microbatches * row.payload_bytes
@@ -252,7 +252,7 @@ def _windowed_imbalance(order: str, size: int, seq: int, window: int) -> Imbalan
 def _of_routers(block: BlockSpec, plan: Plan) -> list[Collective]:
     """The gathered scores of the routing groups of one microbatch, in forward only."""
     routers = sum(layer.layer_role == "router" for layer in block.layers)
-    calls = routers * (1 + (plan.recompute == "full" and block.is_recomputed))
+    calls = routers * (1 + (plan.runs_again and block.is_recomputed))
     samples, accurate = plan.batch.micro_batch // plan.sample_parts, BYTES[plan.precision.accurate]
     scores = samples * plan.spec.seq * plan.spec.experts * accurate
     return [Collective(AXIS, "all_gather", ROUTED, calls, calls * scores)] if calls else []

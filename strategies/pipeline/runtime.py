@@ -86,7 +86,7 @@ def prepare_for_split_backward(model_parts: Sequence[Network]) -> None:
     Full recomputation keeps its results for the second pass; compiled backwards keep their buffers.
     """
     for part in model_parts:
-        if part.recompute == "full":
+        if part.recompute in ("full", "offload"):
             part.recompute = recompute.KEPT
     torch_private.keep_compiled_buffers()
 

@@ -367,3 +367,63 @@ def latent_weights_not_summed() -> None:
         return Layout(found.dims) if parameter.layer_role == "linear" else found
 
     Megatron1D.layout = wrong
+
+
+def chunk_averaged() -> None:
+    """A chunk of the loss is the mean over its tokens, of which chunks have different numbers."""
+    from parallelrun.models import chunked_loss
+
+    defer = chunked_loss.defer_logits
+
+    def averaged(network: Any, chunks: int) -> None:
+        defer(network, chunks)
+        right = network.loss.loss.forward
+        network.loss.loss.forward = lambda logits, targets: right(logits, targets) * (6 / targets.numel())
+
+    import parallelrun.training.loop.build as build
+
+    build.defer_logits = averaged
+
+
+def gradient_of_the_last_chunk() -> None:
+    """Each chunk overwrites the gradient of the head's weights."""
+    from parallelrun.models import chunked_loss
+
+    right = chunked_loss._Logits.backward
+
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.sums[0].zero_()
+        return right(ctx, grad)
+
+    chunked_loss._Logits.backward = staticmethod(backward)
+
+
+def inputs_of_the_next_block() -> None:
+    """A block gets back from the host what was moved there after its own input."""
+    from parallelrun.models.host_memory import HostCopy, HostMemory
+
+    right = HostMemory.put
+
+    def put(self: HostMemory, tensor: torch.Tensor) -> HostCopy:
+        before = self._last and self._last()
+        copy = right(self, tensor)
+        if before and before._host is not None and copy._host is not None:
+            before._host = copy._host.clone()
+        return copy
+
+    HostMemory.put = put
+
+
+def offloaded_gradients_of_the_first_step() -> None:
+    """The update on the host goes on with the gradients that it has."""
+    from parallelrun.models import host_memory, optimizer
+
+    right = optimizer.Optimizer.step
+
+    def step(self: Any, lr: float) -> None:
+        first = self.__dict__.setdefault("first", {})
+        for name, tensor in self._tensors.items():
+            tensor.grad.copy_(first.setdefault(name, host_memory.host_copy(tensor.grad)))
+        right(self, lr)
+
+    optimizer.Optimizer.step = step

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from parallelrun.models import host_memory
+from parallelrun.models.optimizer import Optimizer
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.training.loop.build import build
@@ -56,6 +62,7 @@ SEQUENCE = {"strategy.tensor.sequence_parallel": True}
 PACKED = {"dataset.pack": True}
 ONE_LAYER = {"model.layers": 1}
 GRID = {"model.layers": 1, "global_batch": 8}
+CHUNKS: dict[str, Any] = {"model.vocab": 1024, "dataset.vocab": 1024, "loss_chunks": 7}
 # The peak lies inside attention, where other ranks' keys pass by.
 LONG = GPT | {
     "model.layers": 1, "model.ffn": 32, "model.seq": 512, "model.vocab": 64, "dataset.vocab": 64, "global_batch": 2,
@@ -167,6 +174,13 @@ PLANS: dict[str, dict[str, Any]] = {
     "3d": GPT | GRID | {"tp": 8, "layout": "3d"},
     "2.5d": GPT | GRID | {"tp": 8, "layout": "2.5d"},
     "ring, several buckets": GPT | data("ring", bucket_mb=0.05),
+    "loss in chunks bf16": LLAMA | CHUNKS | BF16,
+    "loss in chunks, tp sequence": GPT | CHUNKS | {"tp": 2} | SEQUENCE,
+    "loss in chunks, fsdp bf16": GPT | CHUNKS | data("fsdp") | BF16,
+    "loss in chunks, zero bubble bf16": GPT | CHUNKS | pipeline("zero_bubble") | BF16,
+    "loss in chunks, 1f1b": GPT | CHUNKS | pipeline("1f1b") | {"model.layers": 1},
+    "offload bf16": LLAMA | BF16 | {"recompute": "offload", "optimizer.offload": True},
+    "offload, zbv": GPT | pipeline("zbv") | {"model.layers": 6, "recompute": "offload"},
     "zbv": GPT | pipeline("zbv") | {"model.layers": 4},
     "dropout": GPT | {"dropout": 0.1},
     "zero2 fp16 full": GPT | ONE_LAYER | data("zero2") | FP16 | FULL,
@@ -218,7 +232,8 @@ SUMMA = GPT | GRID | {"tp": 4, "layout": "2d", "strategy.tensor.form": "summa"}
 # Everything in these stands in other plans too.
 SELDOM = {
     "module", "module lora", "norms of heads, 2d", "zero1 bf16", "tp", "cp, long", "interleaved", "zero bubble bf16",
-    "gpt large vocabulary", "local sgd", "fsdp, highest when the root is reduced",
+    "gpt large vocabulary", "local sgd", "fsdp, highest when the root is reduced", "loss in chunks bf16",
+    "loss in chunks, 1f1b",
     "norms of heads with biases, tp sequence", "moe, ep over tp", "moe tp sequence",
     "tp sequence selective bf16", "fsdp x zero bubble, few tokens, packed",
 }  # fmt: skip
@@ -251,13 +266,37 @@ def _peak(overrides: dict[str, Any]) -> tuple[int, int]:
     scaler = LossScaler(config.precision, plan.precision.scaled)
     train_step(training, 1, 0.01, scaler)  # creates the optimizer's state
     gc.collect()
-    with PeakBytes() as live:
+    with PeakBytes() as live, _host_memory_apart(live):
+        for tensor in _of_update(training.optimizer) if plan.offloads_optimizer else ():
+            live.leave_out(tensor)
         live.see_all()
         train_step(training, 2, 0.01, scaler)
-    predicted = prediction.memory(plan, training.mesh.rank).total
+    predicted = prediction.memory(plan, training.mesh.rank)
+    assert live.most_apart == predicted.host
     del training
     gc.collect()
-    return live.peak, predicted
+    return live.peak, predicted.total
+
+
+def _of_update(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The weights, gradients and state on the host."""
+    for name, tensor in optimizer._tensors.items():
+        yield from (tensor, tensor.grad, *optimizer.state(name).values())
+
+
+@contextmanager
+def _host_memory_apart(live: PeakBytes) -> Iterator[None]:
+    """Count what is offloaded as a GPU would: not what lies on the host, which is the device, too."""
+    right = host_memory.host_copy
+
+    def apart(*arguments: Any) -> Tensor:
+        with _disable_current_modes():
+            copy = right(*arguments)
+        live.leave_out(copy)
+        return copy
+
+    with mock.patch.object(host_memory, "host_copy", apart):
+        yield
 
 
 AXES = ("dp", "cp", "tp", "pp")

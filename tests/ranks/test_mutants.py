@@ -30,6 +30,7 @@ TP = {**COMMON, "tp": 2}
 PP = {**COMMON, "pp": 2}
 BOTH = {**COMMON, "dp": 2, "tp": 2}
 SEQUENCE = {**TP, "strategy.tensor.sequence_parallel": True}
+CHUNKED = {**TP, "loss_chunks": 3, "microbatches": 4}  # of 5 or 6 tokens: sound in test_parity.py
 DATA_FSDP = {**DP, **FSDP}
 RING = {"dp": 2, "strategy.data.kind": "ring"}  # even shards: a crash would prove nothing
 STAGED = {**staged.MODULE, "pp": 2}
@@ -55,6 +56,10 @@ PLANTED: list[tuple[str, Overrides]] = [
     ("wrong_group", BOTH),
     ("max_for_sum", TP),
     ("input_gradient_not_reduced", TP),
+    ("chunk_averaged", CHUNKED),
+    ("gradient_of_the_last_chunk", CHUNKED),
+    ("inputs_of_the_next_block", {**PP, "recompute": "offload", "model.layers": 4}),
+    ("offloaded_gradients_of_the_first_step", {**DP, "optimizer.offload": True, "verify.steps": 2}),
     ("skipped_block", PP),
     ("untied_embedding", PP),
     ("received_at_the_embedding", STAGED),

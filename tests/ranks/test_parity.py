@@ -22,6 +22,7 @@ DATA = {
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 DEGREES = [d for d in product((1, 2, 4), repeat=3) if 1 < d[0] * d[1] * d[2] <= 8]  # dp, tp, pp
 CHOSEN_DEGREES = [d for d in DEGREES if prod(d) <= 4 or min(d) > 1]  # the others differ from these in sizes alone
+CHUNKED = {"zero2", "fsdp_reshard", "hsdp", "1f1b", "zbv"}  # with `loss_chunks`
 Cell = tuple[tuple[int, int, int], str, str]  # degrees, data strategy, schedule
 
 
@@ -69,7 +70,8 @@ def chosen_cells() -> list[Cell]:
 
 
 def overrides_of(dp: int, tp: int, pp: int, data: str, schedule: str) -> dict[str, Any]:
-    """A cell's overrides: uneven vocab where tp splits it, sequence parallel in half of the tensor cells.
+    """A cell's overrides: uneven vocab where tp splits it, sequence parallel in half of the tensor cells, a loss in
+    chunks of unequal size in some of all.
 
     Pipelines have one layer a stage and, by `parity`, two microbatches a rank: enough for every phase of a schedule.
     """
@@ -81,6 +83,7 @@ def overrides_of(dp: int, tp: int, pp: int, data: str, schedule: str) -> dict[st
         overrides["microbatches"] = 2
     if tp > 1:
         overrides["strategy.tensor.sequence_parallel"] = (dp + pp) % 2 == 0
+    overrides["loss_chunks"] = 3 if {data, schedule} & CHUNKED or tp > dp * pp else 1
     overrides.update({"model.vocab": 37, "dataset.vocab": 37, "global_batch": 16, "model.label_smoothing": 0.1})
     return overrides
 
@@ -103,6 +106,18 @@ def test_the_chosen_cells_cover_what_can_interact() -> None:
     covered, legal = (set().union(*(pairs(settings_of(cell)) for cell in some)) for some in (cells, everything))
     assert covered == legal
     assert {degrees for degrees, _, _ in cells} >= set(CHOSEN_DEGREES)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"pp": 2, "schedule": "zbv", "model.layers": 6, "dropout": 0.1, "recompute": "offload"},
+        {"dp": 2, **DATA["fsdp_reshard"], "recompute": "offload", "optimizer.offload": True, "verify.steps": 2},
+    ],
+    ids=str,
+)
+def test_what_waits_on_the_host_comes_back(overrides: dict[str, Any]) -> None:
+    assert_equal(parity(overrides))
 
 
 @pytest.mark.parametrize("dp, tp, pp", [one for one in DEGREES if FULL or sorted(one) == [1, 2, 2]], ids=str)

@@ -25,8 +25,8 @@ RUNS = {
     "one device, fp16": FP16 | BESIDE | {"model.layers": 1, "dropout": 0.1, "recompute": "selective"},
     "fsdp with experts": LLAMA | EXPERTS | ONE_BLOCK | BESIDE | {"dp": 2, "ep": 2, "strategy.data.kind": "fsdp"},
     "rings of gradients and keys": BF16
-    | {"dp": 2, "cp": 2, "strategy.data.kind": "ring", "model.heads": 2, "model.layers": 1},
-    "stages": {"pp": 2, "schedule": "1f1b", "dataset.pack": True, "recompute": "full"},
+    | {"dp": 2, "cp": 2, "strategy.data.kind": "ring", "model.heads": 2, "model.layers": 1, "optimizer.offload": True},
+    "stages": {"pp": 2, "schedule": "1f1b", "dataset.pack": True, "recompute": "offload"},
 }
 MORE_RUNS = {
     "tp": BF16 | BESIDE | {"tp": 2},

@@ -43,6 +43,12 @@ class ClusterConfig:
     )
     latency_us: float | None = key(None, "latency of a message", least=0, plausible=(0.01, 1e5), unit="us")
     memory_gb_s: float | None = key(None, "bandwidth of a GPU's memory", above=0, plausible=(0.1, 30_000), unit="GB/s")
+    host_gb_s: float | None = key(
+        None, "bandwidth between a GPU and its host, per direction", above=0, plausible=(0.1, 1000), unit="GB/s"
+    )
+    host_memory_gb_s: float | None = key(
+        None, "bandwidth of the host's memory, per GPU", above=0, plausible=(0.1, 1000), unit="GB/s"
+    )
     price_per_gpu_hour: float | None = key(None, "price of a GPU for an hour, in any currency", above=0)
     multiprocessors: int = key(0, "units of a GPU, each of which computes a tile of a product; 0: no tiles", least=0)
     product_efficiency: float = key(0.8, "part of the peak that a large product reaches", above=0, most=1)

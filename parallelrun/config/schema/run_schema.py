@@ -15,6 +15,7 @@ from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.field import COUNT, SAMPLES, key
 from parallelrun.config.schema.model_schema import DatasetConfig, ModelConfig
 from parallelrun.config.schema.stack_schema import StackConfig
+from parallelrun.config.schema.tracker_schema import TrackerConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 DEFAULT_GLOBAL_BATCH = 48
 BACKENDS = ("auto", "shm", "gloo")
 CONSISTENCIES = ("sync", "async", "ssp")
+RECOMPUTE = ("none", "selective", "full", "offload")
 OBJECTIVES = ("time", "cost", "gpus")
+SCHEDULES = ("cosine", "linear", "wsd", "inverse_sqrt", "constant")  # of the learning rate
 
 
 class AxisConfig:
@@ -111,7 +114,10 @@ class OptimizerConfig:
     name: str = "adamw"
     description: str = ""
     lr: float = key(3e-3, "learning rate", least=0)
-    schedule: str = key("cosine", "decay of the learning rate", choices=("cosine", "linear", "constant"))
+    schedule: str = key("cosine", "decay of the learning rate", choices=SCHEDULES)
+    decay_steps: int | None = key(
+        None, "steps of the decay; null: all after warm-up, the last tenth under wsd", least=1
+    )
     warmup: int = key(5, "warm-up steps", least=0)
     min_lr_ratio: float = key(0.1, "final learning rate divided by lr", least=0, most=1)
     weight_decay: float = key(0.1, "weight decay", least=0)
@@ -122,6 +128,7 @@ class OptimizerConfig:
         "match_rms_adamw", "muon: factor of lr by a matrix's sides", choices=("match_rms_adamw", "original")
     )
     clip: float = key(1.0, "largest global gradient norm; 0: no clipping", least=0)
+    offload: bool = key(False, "keep the optimizer's state in host memory, and update the weights there")
     lr_scale: Any = key(None, "factor on lr: a number, or linear for dp; null: 1")
 
 
@@ -156,18 +163,6 @@ class SdcConfig:
 
     every: int = key(0, "steps between checks for silent data corruption; 0: none", least=0)
     recompute: bool = key(False, "compute the step of each check twice, which finds transient faults and costs a step")
-
-
-@dataclass
-class TrackerConfig:
-    """Where a run is tracked beside its own records. `tracker=NAME` and `tracker=[NAME,NAME]` set `tracker.use`."""
-
-    use: list[str] = key(list, "trackers: tensorboard, wandb, mlflow, plug-ins; short name: tracker")
-    project: str = key("parallelrun", "project (wandb) or experiment (mlflow) of the run")
-    name: str | None = key(None, "name of the run in trackers; null: the name of its directory")
-    group: str | None = key(None, "group of the run in trackers; null: the name of its sweep")
-    tags: list[str] = key(list, "tags of the run in trackers")
-    timeout_s: float = key(30.0, "seconds that a tracker may take after the end of training", above=0)
 
 
 @dataclass
@@ -238,7 +233,8 @@ class Config:
     micro_batch: int | None = key(None, "samples per microbatch", most=SAMPLES)
     seed: int = key(1234, "seed of weights, data order and dropout", least=0, most=2**63 - 1)
     dropout: float = key(0.0, "dropout probability", least=0, below=1)
-    recompute: str = key("none", "activations that backward recomputes", choices=("none", "selective", "full"))
+    loss_chunks: int = key(1, "parts of a microbatch's tokens whose logits are computed one after the other", least=1)
+    recompute: str = key("none", "activations that backward recomputes", choices=RECOMPUTE)
     compile: bool = key(False, "use torch.compile")
     device: str = key("auto", "device of the ranks; auto: cuda if there are GPUs", choices=("auto", "cpu", "cuda"))
     backend: str = key(

@@ -57,7 +57,7 @@ def modules(config: Config, plan: Plan, worker: str = WORKER) -> list[str]:
     if plan.device == "cuda":
         return []
     names = [worker.partition(":")[0], *_PRELOADED]
-    if plan.recompute == "full" or config.compile:
+    if plan.runs_again or config.compile:
         names.append("parallelrun.distributed.torch_private:import_compiler")
     names += [registry.path("models", config.model.name, "network"), registry.path("datasets", config.dataset.name)]
     used = {axis: getattr(plan, axis) for axis in ("data", "tensor", "pipeline", "context", "expert")}

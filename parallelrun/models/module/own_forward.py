@@ -199,7 +199,7 @@ class OwnForwardNetwork(Network):
                 return out
 
         block.training = self.training
-        return recompute.run(run, hidden, dropout.current_sample_ids(), self.recompute)
+        return recompute.run(run, hidden, dropout.current_sample_ids(), self.recompute, host=self.host)
 
 
 def _with_stand_ins(module: nn.Module, names: Collection[str], answer: Callable[[str], Any], at: str = "") -> nn.Module:

@@ -13,7 +13,7 @@ class Memory:
     temporary: tensors that exist only during the current backward computation (gradients of activations, logits,
     recomputed and gathered tensors, messages), and the batch. context, slack: what a GPU holds beside tensors, where
     the cluster gives constants for it (`device_memory`): the CUDA context and communicators; unused blocks of the
-    allocator.
+    allocator. host: of host memory, in no sum: what `offload` moves there.
     """
 
     weights: int
@@ -24,6 +24,7 @@ class Memory:
     leaves_out: tuple[str, ...] = field(default=())
     context: int = 0
     slack: int = 0
+    host: int = 0
 
     @property
     def tensors(self) -> int:

@@ -1,7 +1,6 @@
 """The Plan: the immutable result of `resolve`.
 
-A Plan depends only on the config and the world. Every rank derives the same one from the frozen `config.yaml`, so it is
-not sent between processes.
+A Plan depends only on config and world: every rank derives it from the frozen `config.yaml`, and none is sent.
 """
 
 from __future__ import annotations
@@ -117,6 +116,7 @@ class Plan:
     device: str  # cpu | cuda
     optimizer: str
     optimizer_states: int
+    offloads_optimizer: bool
     equivalence: Equivalence
     servers: int = 0
     filled: tuple[str, ...] = ()
@@ -124,6 +124,7 @@ class Plan:
     sample_sets: SampleSets | None = None  # None: the model has no BatchNorm
     expert: ExpertDispatcher | None = None  # None: every rank holds all experts (ep=1)
     context: ContextStrategy | None = None  # None: every rank has complete sequences (cp=1)
+    loss_chunks: int = 1  # parts of a microbatch's tokens whose logits are computed one after the other
     stack: StackConfig = field(default_factory=StackConfig)  # the program that is predicted; runs are this one's
 
     @cached_property
@@ -149,6 +150,11 @@ class Plan:
         changed = replace(self, **changes)
         vars(changed).update(weights_cache=self.weights_cache, blocks_cache=self.blocks_cache)
         return changed
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether the backward of a block runs its forward again."""
+        return self.recompute in ("full", "offload")
 
     @property
     def degrees(self) -> dict[str, int]:

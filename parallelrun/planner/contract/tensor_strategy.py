@@ -37,7 +37,7 @@ class LayerBackward:
     kept: what forward has saved for it, freed when it is over. arriving, giving: gradients of activations that it reads
     and gives, and those that wait for an earlier layer meanwhile. scratch: what only it needs. weights: the gradient of
     its weights, in their dtype. reads: the gradient of its output, from which the weights' one is computed: where
-    that is done apart (zero bubble), it stays until then.
+    that is done apart (zero bubble), it stays until then. in_forward: what the last layer needs at the end of forward.
     """
 
     kept: int = 0
@@ -46,6 +46,7 @@ class LayerBackward:
     scratch: int = 0
     weights: int = 0
     reads: int = 0
+    in_forward: int = 0
 
 
 @dataclass(frozen=True)

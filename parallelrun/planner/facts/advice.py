@@ -103,7 +103,8 @@ def _smaller(plan: Plan, config: Config) -> list[Change]:
     size, batch = plan.mesh.size, plan.batch
     in_samples = config.microbatches is None
     wanted: list[tuple[bool, Change]] = [
-        (plan.recompute != "full", {"recompute": "full"}),
+        (not plan.runs_again, {"recompute": "full"}),
+        (plan.loss_chunks == 1, {"loss_chunks": 8}),
         *((True, {key: value}) for key, value in with_adapters(config).items()),
         (batch.micro_batch > 1, {"micro_batch": 1} if in_samples else {"microbatches": batch.replica_batch}),
         (not plan.tensor.sequence_parallel and size("tp") > 1, {"strategy.tensor.sequence_parallel": "true"}),

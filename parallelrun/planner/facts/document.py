@@ -38,6 +38,7 @@ def document(plan: Plan, config: Config, results: Facts | None = None) -> dict[s
         "optimizer": plan.optimizer,
         "recompute": plan.recompute,
         "dropout": plan.dropout,
+        "loss_chunks": plan.loss_chunks,
         "batch": {**asdict(plan.batch), "replica_batch": plan.batch.replica_batch},
         "data": plan.data.document(),
         "tensor": {"kind": plan.tensor.kind, **asdict(plan.tensor)},
@@ -115,7 +116,7 @@ def _model(plan: Plan) -> dict[str, Any]:
 
 
 def _bytes(memory: Memory) -> dict[str, int]:
-    return {**memory.parts, "total": memory.total}
+    return {**memory.parts, "total": memory.total, **({"host": memory.host} if memory.host else {})}
 
 
 def rank_row(plan: Plan, rank: int, cluster: ClusterConfig) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parallelrun.base.precision import BYTES
@@ -17,13 +17,16 @@ class BackwardBlock:
     """The bytes of a block in its backward pass.
 
     kept: saved by every microbatch in flight. passes: its layers in forward order. again: saved tensors that are
-    recomputed first. forward: what recomputing them needs besides.
+    recomputed first. forward: what recomputing them needs besides. on_host: saved in host memory. beside: what is there
+    during all of the pass.
     """
 
     kept: int
     passes: tuple[LayerBackward, ...]
     again: int = 0
     forward: int = 0
+    on_host: int = 0
+    beside: int = 0
 
     def working_bytes(self, accumulates: bool) -> int:
         """The peak of the pass beyond `kept`.
@@ -37,7 +40,7 @@ class BackwardBlock:
             most = max(most, remaining - total + produced + here)
             produced += layer.weights if accumulates else 0
             remaining -= layer.kept
-        return self.again + most
+        return self.again + self.beside + most
 
     def least_bytes(self, plan: Plan) -> int:
         """A lower bound of `working_bytes`: with every weight's gradient in the compute dtype alone, the least that any
@@ -50,13 +53,20 @@ class BackwardBlock:
             weights = max(layer.scratch, layer.weights * compute // stored)
             most = max(most, layer.arriving + layer.giving + weights - freed)
             freed += layer.kept
-        return self.again + most
+        return self.again + self.beside + most
 
 
-def backward_blocks(names: Iterable[str], plan: Plan) -> list[BackwardBlock]:
+def backward_blocks(names: Sequence[str], plan: Plan, receives: bool) -> list[BackwardBlock]:
+    """The blocks of a stage. receives: its input comes from another stage, and never waits on the host."""
     alike, rounded = plan.spec.first_alike, keeps_rounded(plan)
     blocks = {alike[name]: backward_block(name, plan, rounded) for name in dict.fromkeys(map(alike.__getitem__, names))}
-    return [blocks[alike[name]] for name in names]
+    in_order = [blocks[alike[name]] for name in names]
+    if plan.recompute == "offload":
+        if receives:
+            in_order[0] = backward_block(names[0], plan.sharing(recompute="full"), rounded)
+        first = next((i for i, block in enumerate(in_order) if block.beside), 0)  # has none to bring back before it
+        in_order[first] = replace(in_order[first], beside=0)
+    return in_order
 
 
 def keeps_rounded(plan: Plan) -> bool:
@@ -64,7 +74,7 @@ def keeps_rounded(plan: Plan) -> bool:
     (`recompute.KEPT`)."""
     rounds = uses_rounded(plan) and not plan.pipeline.splits_backward
     gathered = plan.data.shards_weights and plan.data.exchange_form(plan).gathers_rounded
-    return plan.recompute == "full" and rounds and not gathered
+    return plan.runs_again and rounds and not gathered
 
 
 def backward_block(name: str, plan: Plan, rounded: bool) -> BackwardBlock:
@@ -78,13 +88,15 @@ def backward_block(name: str, plan: Plan, rounded: bool) -> BackwardBlock:
         extra = plan.expert.saved_bytes(block, as_saved) if plan.expert else 0
         kept = plan.tensor.saved_bytes(block, as_saved) + extra
         own = kept if block.backward is None or block.backward.saves_input else 0  # of what the passes keep
-        again = sum(layer.kept for layer in passes) - own if plan.recompute == "full" and block.is_recomputed else 0
+        again = sum(layer.kept for layer in passes) - own if plan.runs_again and block.is_recomputed else 0
         kept, again = of_stack(block, kept, again, plan)
         if again > 0 and rounded and (copies := plan.tensor.rounded_again_bytes(block, plan)):
             again, passes = again + copies, _with_rounded(passes, copies)
         forward = plan.tensor.recomputed_bytes(block, plan) if again > 0 else 0
         forward = max(forward, plan.expert.exchange_bytes(block, plan)) if plan.expert and again > 0 else forward
-        return BackwardBlock(kept, passes, max(0, again), forward)
+        on_host = own if plan.recompute == "offload" and block.is_recomputed else 0
+        # An input on the host is brought back, and, during the pass, that of the block before it.
+        return BackwardBlock(kept - on_host, passes, max(0, again) + on_host, forward, on_host, on_host)
 
     is_last, dtypes = name == plan.spec.blocks[-1].name, block_dtypes(name, plan)
     key = "backward block", plan.spec.first_alike[name], is_last, plan.recompute, rounded, dtypes

@@ -2,7 +2,8 @@
 
 Memory is highest in backward: a stage's backward pass begins with the activations of all its microbatches in flight,
 and adds gradients of activations and weights block by block. Forward needs less than the backward pass that follows it,
-and so does the optimizer, unless a step has hardly any activations.
+unless it computes the gradients of the loss (`loss_chunks`), and so does the optimizer, unless a step has hardly any
+activations.
 """
 
 from __future__ import annotations
@@ -68,10 +69,14 @@ class ScheduleTraversal:
             index: once(of_weights, self._number[index], partial(_by_block, stage, plan, pp_rank, coordinate))
             for index, stage in stages.items()
         }
-        self._blocks = {index: backward_blocks(stage.blocks, plan) for index, stage in stages.items()}
+        self._blocks = {index: backward_blocks(stage.blocks, plan, index > 0) for index, stage in stages.items()}
         self._kept = {
             index: sum(block.kept for block in self._blocks[index]) + _input_beside(stage, plan)
             for index, stage in stages.items()
+        }
+        self._in_forward = {
+            index: blocks[-1].passes[-1].in_forward if blocks[-1].passes else 0
+            for index, blocks in self._blocks.items()
         }
         self._waiting = {index: self._waits(index, 0) for index in stages}
 
@@ -91,15 +96,18 @@ class ScheduleTraversal:
         bytes_behind = {index: self._behind(index) for index in self._blocks}
         peak = Memory(0, 0, 0, 0)
         for (kind, index, _), activations in self._live_bytes(has_messages):
-            if kind == "F":
-                continue
             has_input_gradient = index > 0
             split = kind in "IW" and has_input_gradient
+            if kind == "F" and not self._in_forward[index]:
+                continue
             if kind == "I" and has_input_gradient:
                 apart += bytes_apart[index]
             if kind != "I" or has_input_gradient:
                 number = begun[index]
-                beyond = self._of_weights(index, kind, number) if split else self._beyond_kept(index, number)
+                if kind == "F":
+                    beyond = self._end_of_forward(index, number)
+                else:
+                    beyond = self._of_weights(index, kind, number) if split else self._beyond_kept(index, number)
                 temporary = batch + apart + beyond
                 if gradients + activations + temporary > peak.tensors:
                     peak = Memory(0, gradients, 0, activations, temporary)
@@ -116,6 +124,15 @@ class ScheduleTraversal:
             last = max(last, updating + (0 if plan.data.keeps_gradients(plan) else last))
         end = Memory(0, gradients, 0, 0, last + batch)
         return end if end.tensors > peak.tensors else peak
+
+    def host_bytes(self) -> int:
+        """Bytes of the inputs of blocks that wait in host memory, at most."""
+        each = {index: sum(block.on_host for block in blocks) for index, blocks in self._blocks.items()}
+        live = most = 0
+        for kind, index, _ in self._plan.pipeline.order(self._plan, self._pp_rank):
+            live += each[index] if kind == "F" else -each[index] if kind in "BI" else 0
+            most = max(most, live)
+        return most
 
     def _live_bytes(self, has_messages: bool) -> Iterable[tuple[Action, int]]:
         """The rank's actions, each with the bytes of activations, and messages, that are held when it begins."""
@@ -176,6 +193,13 @@ class ScheduleTraversal:
         middle = 0 < number < self._plan.batch.microbatches - 1  # all equal from the third on
         number = min(number, 2) if middle else number
         return self._once("beyond", index, number, partial(self._compute_beyond, index, number))
+
+    def _end_of_forward(self, index: int, number: int) -> int:
+        """The bytes at the end of a stage's forward pass before its backward pass `number`, beyond what the forward
+        began with: its input, if received."""
+        plan, waiting = self._plan, self._waits(index, number)
+        received = prod(plan.tensor.boundary_shape(plan)) * BYTES[plan.precision.compute] if index > 0 else 0
+        return self._kept[index] + self._in_forward[index] - received + (waiting[-1] if waiting else 0)
 
     def _compute_beyond(self, index: int, number: int) -> int:
         plan, blocks, gradients = self._plan, self._blocks[index], self._gradients[index]

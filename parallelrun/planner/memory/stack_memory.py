@@ -26,7 +26,7 @@ def of_stack(block: BlockSpec, kept: int, again: int, plan: Plan) -> tuple[int, 
     compute = BYTES[plan.precision.compute]
     scores = 0 if stack.fused_attention else SCORE_BYTES * plan.num_rows * spec.heads * spec.seq // tp
     gate = plan.num_rows * spec.ffn // tp * compute if stack.separate_gate and spec.activation == "swiglu" else 0
-    if plan.recompute == "full" and block.is_recomputed:
+    if plan.runs_again and block.is_recomputed:
         split = stack.partitioned_activations and not plan.tensor.sequence_parallel
         return kept // tp if split else kept, again + scores + gate - _in_fp8(block, plan)
     if plan.recompute != "selective":

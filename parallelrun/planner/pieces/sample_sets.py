@@ -92,7 +92,7 @@ def collectives(blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
     num_sets = plan.batch.global_batch // sets.size
     calls = payload = 0
     for block, channels in norms:
-        forwards = 2 if plan.recompute == "full" and block.is_recomputed else 1
+        forwards = 2 if plan.runs_again and block.is_recomputed else 1
         calls += forwards + 1
         payload += 2 * channels * num_sets * (forwards * wide + accurate)
     return [Collective("dp", "all_reduce", PURPOSE, calls, payload)] if norms else []

@@ -74,7 +74,7 @@ def cost(plan: Plan, cluster: ClusterConfig, rows: tuple[TrafficRow, ...], makes
     """Return the Cost of a plan. makespan_flops: the length of the simulated step, in FLOPs of one rank."""
     forward = plan.spec.forward_flops * plan.batch.global_batch
     repeated = sum(block.forward_flops for block in plan.spec.blocks if block.is_recomputed)
-    again = repeated * plan.batch.global_batch if plan.recompute == "full" else 0.0
+    again = repeated * plan.batch.global_batch if plan.runs_again else 0.0
     peak = peak_flops(cluster, plan.precision.name)
     compute = makespan_flops / peak if peak else None
     return Cost(3 * forward, 3 * forward + again, compute, _communication_s(plan, cluster, rows))

@@ -123,9 +123,12 @@ def memory(plan: Plan, rank: int, has_messages: bool = True) -> Memory:
         numel, sizes = weights // BYTES[plan.precision.stored], (plan.precision.compute, plan.precision.reduce)
         gradients = numel * sum(BYTES[dtype] for dtype in sizes)
     weights += _fp8_bytes(plan, coordinate)
-    largest = peak.ScheduleTraversal(plan, pp_rank, coordinate).peak(has_messages)
+    traversal = peak.ScheduleTraversal(plan, pp_rank, coordinate)
+    largest = traversal.peak(has_messages)
     gradients += 0 if plan.stack.separate_sums else largest.gradients
-    return Memory(weights, gradients, states, largest.activations, largest.temporary, LEAVES_OUT)
+    host = updated_bytes(plan, coordinate) * (2 + plan.optimizer_states) * plan.offloads_optimizer
+    host += traversal.host_bytes() if plan.recompute == "offload" else 0
+    return Memory(weights, gradients, states, largest.activations, largest.temporary, LEAVES_OUT, host=host)
 
 
 def held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
@@ -151,6 +154,15 @@ def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     weights += data.gathered_bytes(pp_rank, coordinate, plan)
     gradients += data.held_bytes(pp_rank, coordinate, plan) if plan.num_data_ranks > 1 else 0
     return weights, gradients, states
+
+
+def updated_bytes(plan: Plan, coordinate: dict[str, int]) -> int:
+    """Bytes of the weights that a rank updates, in the accurate dtype."""
+    return BYTES[plan.precision.accurate] * sum(
+        count * plan.data.state_layout(p.spec, p.layout, plan).local_numel(p.spec.shape, plan.mesh.sizes, coordinate)
+        for p, count in distinct_parameters(plan, coordinate["pp"])
+        if not p.spec.frozen
+    )
 
 
 def _fp8_bytes(plan: Plan, coordinate: dict[str, int]) -> int:
@@ -188,7 +200,7 @@ def parameter_bytes(
     if spec.frozen:
         return weight, 0, 0
     keeps = plan.num_data_ranks > 1 and data.keeps_gradients(plan)
-    states = 0 if plan.servers else num_states(spec, plan) + data.kept_states
+    states = 0 if plan.servers else num_states(spec, plan) * (not plan.offloads_optimizer) + data.kept_states
     return weight, gradient * BYTES[plan.precision.reduce] if keeps else 0, state * accurate * states
 
 

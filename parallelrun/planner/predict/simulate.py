@@ -123,7 +123,7 @@ def action_times(plan: Plan) -> dict[str, list[float]]:
     its entire backward.
     """
     forward = stage_flops(plan)
-    again = stage_flops(plan, recomputed=True) if plan.recompute == "full" else [0.0] * len(forward)
+    again = stage_flops(plan, recomputed=True) if plan.runs_again else [0.0] * len(forward)
     inputs = [flops + extra if stage else 0.0 for stage, (flops, extra) in enumerate(zip(forward, again))]
     weights = [flops if stage else 2 * flops + again[0] for stage, flops in enumerate(forward)]
     both = [2 * flops + extra for flops, extra in zip(forward, again)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.precision import TABLE
-from parallelrun.base.wording import either
+from parallelrun.base.wording import counted, either
 from parallelrun.config.schema.run_schema import Config, PipelineConfig
 from parallelrun.planner.contract.classes import (
     StrategyClasses,
@@ -16,11 +16,11 @@ from parallelrun.planner.contract.classes import (
     tensor_strategy,
 )
 from parallelrun.planner.contract.degrees import Degrees
-from parallelrun.planner.contract.optimizers import OPTIMIZERS, filled_lr_scale
+from parallelrun.planner.contract.optimizers import MUON, OPTIMIZERS, filled_lr_scale
 from parallelrun.planner.contract.plan import BatchSizes, Equivalence, Plan, SampleSets, Stage
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model import definitions
-from parallelrun.planner.model.model_spec import ModelSpec
+from parallelrun.planner.model.model_spec import MEASURED, ModelSpec
 from parallelrun.planner.pieces import batch as batches
 from parallelrun.planner.pieces import context_axes, expert_axes, partition, sample_sets
 from parallelrun.planner.pieces import router_settings as routing
@@ -98,7 +98,8 @@ class PlanDraft:
         if batch is None:
             return request
         request = replace(request, batch=batch)
-        problems += violations(batch) + check_length(request)
+        problems += violations(batch) + check_length(request) + check_loss_chunks(request, strategies)
+        problems += check_offload(request, strategies)
         problems += strategies.tensor.check(request) + strategies.data.check(request)
         problems += strategies.expert.check(request) if strategies.expert else []
         problems += routing.check(request, parts)
@@ -137,10 +138,12 @@ class PlanDraft:
             precision=config.stack.precision(TABLE[config.precision.name]),
             recompute=config.recompute,
             dropout=config.dropout,
+            loss_chunks=config.loss_chunks,
             device=degrees.device,
             optimizer=config.optimizer.name,
             optimizer_states=OPTIMIZERS[config.optimizer.name].num_states(config.optimizer)
             + config.stack.keeps_copy(TABLE[config.precision.name]),
+            offloads_optimizer=config.optimizer.offload,
             equivalence=Equivalence("exact"),
             servers=degrees.servers,
             filled=(
@@ -217,3 +220,39 @@ def check_length(request: Request) -> list[Problem]:
     message = f"{num_stages} stages x {count} microbatches are more than can be planned: at most {LARGEST_SCHEDULE}"
     most = LARGEST_SCHEDULE // num_stages
     return [Problem(message, "pp", f"microbatches={most}" if most else "pp=64", kind="arithmetic")]
+
+
+def check_loss_chunks(request: Request, strategies: StrategyClasses) -> list[Problem]:
+    """Check that the loss reads the product of a head of ours, which can be cut by tokens."""
+    assert request.batch is not None
+    chunks, spec = request.config.loss_chunks, request.spec
+    tokens = request.batch.micro_batch * spec.targets_per_sample // request.cp
+    shown, fix = f"loss_chunks={chunks}", "loss_chunks=1"
+    if chunks == 1:
+        return []
+    if spec.blocks[-1].kind == MEASURED or [x.layer_role for x in spec.blocks[-1].layers[-1:]] != ["head"]:
+        message = f"{shown}: model={spec.name} does not end in a vocabulary head of parallelrun's own"
+        return [Problem(message, "loss_chunks", fix, kind="not_built" if spec.kind == "tokens" else "undefined")]
+    if request.tp > 1 and not strategies.tensor.is_one_dimensional:
+        message = f"{shown}: layout={strategies.tensor.layout_name} computes all logits at once"
+        return [Problem(message, "loss_chunks", f"layout=1d or {fix}", kind="not_built")]
+    if chunks > tokens:
+        message = f"{shown} is more than the {counted(tokens, 'token')} of a microbatch on a rank"
+        return [Problem(message, "loss_chunks", f"loss_chunks={tokens}", kind="arithmetic")]
+    return []
+
+
+def check_offload(request: Request, strategies: StrategyClasses) -> list[Problem]:
+    """Check that nothing but the optimizer reads its state, which is on the host."""
+    config, key = request.config, "optimizer.offload"
+    if not config.optimizer.offload:
+        return []
+    if strategies.data.has_servers:
+        return [Problem(f"{key}=true: servers have the optimizer's state", key, f"{key}=false", kind="unread")]
+    if config.optimizer.name == MUON:
+        message = f"{key}=true: Newton-Schulz products of optimizer={MUON} would take too long on the host"
+        return [Problem(message, key, f"{key}=false", kind="undefined")]
+    if config.sdc.every:
+        message = f"{key}=true: sdc.every compares the optimizer's state on the devices"
+        return [Problem(message, "sdc.every", f"sdc.every=0 or {key}=false", kind="not_built")]
+    return []

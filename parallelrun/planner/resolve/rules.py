@@ -70,6 +70,9 @@ def check(config: Config) -> list[Problem]:
                 f"{key}={name[:80]!r} is part of directory names: it needs 1 to 64 of A-Z a-z 0-9 . _ -, as `name`"
             )
             problems.append(Problem(message, key, "the preset's own name"))
+    if config.optimizer.decay_steps is not None and config.optimizer.schedule in ("constant", "inverse_sqrt"):
+        message = f"optimizer.decay_steps: optimizer.schedule={config.optimizer.schedule} has no decay that ends"
+        problems.append(Problem(message, "optimizer.decay_steps", "optimizer.schedule=wsd", kind="unread"))
     problems += _goodput(config) + _elastic(config) + _emulation(config) + _stack(config) + _fp8(config)
     for key, verbs in _READ_BY.items():
         value = getattr(config, key)

@@ -123,7 +123,7 @@ class Bounds:
 
         def compute() -> tuple[int, int]:
             plan = self._plan(group, micro_batch, recompute)
-            rounds = (False, True) if recompute == "full" else (False,)  # by data strategy
+            rounds = (False, True) if plan.runs_again else (False,)  # by data strategy
             blocks = [backward_block(self._commonest, plan, rounded) for rounded in rounds]
             least = 0 if group.schedule.splits_backward else min(block.least_bytes(plan) for block in blocks)
             return blocks[0].kept, least

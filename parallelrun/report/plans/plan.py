@@ -225,6 +225,7 @@ def _memory(results: Facts, config: Config) -> list[Row]:
     rank = f" (pp={results.heaviest_pp_rank})" if len(results.memories) > 1 else ""
     verdict = Text.assemble("fits: ", (fits, FITS_STYLE.get(fits, "bold yellow")))
     verdict.append(f"; the heaviest rank{rank} needs {bytes_text(worst.total)}, {why}")
+    verdict.append(f"; {bytes_text(worst.host)} of host memory for what is offloaded" if worst.host else "")
     unit, size = byte_unit(worst.total)
     parts = " + ".join(f"{kind} {digits(num_bytes / size)}" for kind, num_bytes in worst.parts.items())
     return [("memory", verdict), ("", Text(f"= {parts} {unit}"))]

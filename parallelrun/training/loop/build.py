@@ -18,8 +18,9 @@ from parallelrun.data.order import make_sampler
 from parallelrun.distributed import torch_private
 from parallelrun.distributed.mesh import Mesh, build_mesh
 from parallelrun.models import initialise, recompute
+from parallelrun.models.chunked_loss import defer_logits
 from parallelrun.models.network import Network, compile_blocks
-from parallelrun.models.optimizer import Optimizer
+from parallelrun.models.optimizer import OffloadedOptimizer, Optimizer
 from parallelrun.models.vision.batch_norm import give_sets
 from parallelrun.planner.contract.optimizers import with_lr_scale
 from parallelrun.planner.contract.parameters import LocalParameter, uses_rounded
@@ -153,6 +154,7 @@ def build_model_parts(config: Config, plan: Plan, mesh: Mesh, network: Network |
         _parallelize("expert", plan.expert.kind, network, plan, mesh)
     network.rounds_weights = uses_rounded(plan)
     recompute.apply(network, plan.recompute)
+    defer_logits(network, plan.loss_chunks)
     if config.compile:
         compile_blocks(network)
     return network.split([stage.blocks for stage in stages])
@@ -185,7 +187,9 @@ def build(config: Config, plan: Plan, device: torch.device, network: Network | N
         data=data,
         gradients=Gradients(data.parameters, plan, mesh, data.flat_gradients),
         runner=build_runner(model_parts, plan, mesh),
-        optimizer=Optimizer(config.optimizer, data.parameters, plan, mesh),
+        optimizer=(OffloadedOptimizer if plan.offloads_optimizer else Optimizer)(
+            config.optimizer, data.parameters, plan, mesh
+        ),
         reader=Reader(dataset.train, sampler, plan, mesh, last_step=last_step, num_workers=num_workers),
         eval_reader=Reader(dataset.val, eval_sampler, plan, mesh, last_step=eval_batches, num_workers=num_workers),
         eval_batches=eval_batches,

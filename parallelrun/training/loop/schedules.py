@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import cos, pi
+from math import ceil, cos, pi, sqrt
 from typing import Any
 
 from parallelrun.config.schema.run_schema import OptimizerConfig, PrecisionConfig
@@ -11,6 +11,7 @@ from parallelrun.config.schema.run_schema import OptimizerConfig, PrecisionConfi
 DECAY: dict[str, Callable[[float], float]] = {  # the fraction of (peak - floor) that is left, by progress in [0, 1]
     "cosine": lambda progress: 0.5 * (1.0 + cos(pi * progress)),
     "linear": lambda progress: 1.0 - progress,
+    "wsd": lambda progress: 1.0 - progress,
     "constant": lambda progress: 1.0,
 }
 SMALLEST = 1.0
@@ -21,14 +22,22 @@ def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
     """Return the learning rate of step `step` (from 1) of `steps`.
 
     It rises linearly from lr / warmup to `lr` at step `warmup`. It then falls along a cosine (Loshchilov & Hutter 2017)
-    or a line to `min_lr_ratio` x lr at the last step, or stays constant. `lr_scale` multiplies all of it.
+    or a line to `min_lr_ratio` x lr, in `decay_steps` steps or at the last one; under wsd (warmup, stable, decay; Hu et
+    al. 2024) along a line in the last `decay_steps`, a tenth of the run; under inverse_sqrt (Vaswani et al. 2017) as
+    1 / sqrt(step); or stays constant. `lr_scale` multiplies all of it.
     """
     assert not isinstance(optimizer.lr_scale, str), "call `with_lr_scale` first"
     peak = optimizer.lr * (1.0 if optimizer.lr_scale is None else optimizer.lr_scale)
     if step < optimizer.warmup:
         return peak * step / optimizer.warmup
-    progress = min(1.0, (step - optimizer.warmup) / max(1, steps - optimizer.warmup))
-    floor = optimizer.min_lr_ratio
+    floor, left = optimizer.min_lr_ratio, max(1, steps - optimizer.warmup)
+    if optimizer.schedule == "inverse_sqrt":
+        return peak * max(floor, sqrt(max(1, optimizer.warmup) / step))
+    length, start = optimizer.decay_steps or left, optimizer.warmup
+    if optimizer.schedule == "wsd":
+        length = min(left, optimizer.decay_steps or ceil(steps / 10))
+        start = max(start, steps - length)
+    progress = min(1.0, max(0, step - start) / length)
     return peak * (floor + (1.0 - floor) * DECAY[optimizer.schedule](progress))
 
 

@@ -48,7 +48,7 @@ def single_device(config: Config, plan: Plan) -> tuple[Config, Plan]:
         layout=None, grid=None, depth=None, schedule=None, virtual_stages=None,
         servers=None, consistency=None, staleness=None, backup_workers=None,
         microbatches=1, micro_batch=None, local_batch=None, global_batch=plan.batch.global_batch,
-        recompute="none", compile=False, device=plan.device,
+        recompute="none", loss_chunks=1, compile=False, device=plan.device,
         model=replace(config.model, norm_samples=sample_sets.number(plan)),
         optimizer=with_lr_scale(config, plan).optimizer,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from ..common.bucket_prediction import buckets_of, check_shardable, final_collec
 from ..common.buckets import padded_numel, reduce_bytes, shard_dim
 from ..common.keys import FSDPConfig
 from . import checks
-from .units import Unit, UnitSharding, is_unsharded
+from .units import BLOCK, Unit, UnitSharding, is_unsharded
 
 ENGINE = "engine"  # the purpose of what torch's engine sends by itself
 
@@ -194,11 +194,11 @@ class FSDP(UnitSharding):
         return merge(rows) + final
 
     def _num_gathers(self, unit: Unit, plan: Plan) -> int:
-        """All-gathers of a unit in one step: two a microbatch if resharded after forward, else one."""
+        """All-gathers of a unit in one step: two a microbatch if freed after forward, one if after backward alone."""
         if unit.reshard:
             return 2 * plan.batch.microbatches
-        alternates = self.reshard_after_forward and plan.mesh.size("pp") == 1
-        return plan.batch.microbatches if alternates else 1
+        is_freed = self.reshard_after_forward and (plan.mesh.size("pp") == 1 or unit.kind == BLOCK)
+        return plan.batch.microbatches if is_freed else 1
 
     def exchange_form(self, plan: Plan) -> ExchangeForm:
         once, again = not self.reduce_each_microbatch, self.reshard_after_forward

@@ -111,7 +111,8 @@ class UnitSharding(DataStrategy):
                     # The stage's last block is needed at once for its backward (only pp=1 alternates so): freeing it
                     # would gather it twice in a row.
                     own = [p for p in by_block.get(block, ()) if p.name not in across]
-                    reshard = self.reshard_after_forward and (is_pipelined or not is_last)
+                    is_read_by_loss = plan.loss_chunks > 1 and block == plan.spec.blocks[-1].name
+                    reshard = self.reshard_after_forward and not is_read_by_loss and (is_pipelined or not is_last)
                     units += [(unit, count) for unit in _units_of_block(own, reshard, plan)]
             shared = tuple(p for block in stage.blocks if block in tied for p in by_block.get(block, ()))
             if shared:

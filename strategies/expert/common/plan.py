@@ -110,7 +110,7 @@ class AllToAllDispatcher(ExpertDispatcher):
 
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
         layers = [block for block in blocks for layer in block.layers if layer.layer_role == "expert"]
-        forwards = [1 + (plan.recompute == "full" and block.is_recomputed) for block in layers]
+        forwards = [1 + (plan.runs_again and block.is_recomputed) for block in layers]
         microbatches, rows, counts_bytes = plan.batch.microbatches, self.rows(plan), self.counts_bytes(plan)
         passes = microbatches * sum(forward + 1 for forward in forwards)  # of each side: forward, again, backward
         row_bytes = plan.spec.hidden * BYTES[plan.precision.compute]
@@ -131,7 +131,7 @@ class AllToAllDispatcher(ExpertDispatcher):
 
         The tensor strategy counts all else that a layer keeps, for `num_computed` rows.
         """
-        if plan.recompute == "full" and block.is_recomputed:
+        if plan.runs_again and block.is_recomputed:
             return 0
         return sum(layer.layer_role == "expert" for layer in block.layers) * self.index_bytes(plan)
 
@@ -184,7 +184,7 @@ def _kept(num_ranks: int, num_experts: int, plan: Plan) -> Rows:
 
 def _over_tp(layers: list[BlockSpec], plan: Plan) -> list[Collective]:
     """What the ranks of tp gather that divide the tokens of these layers. layers: the block of each."""
-    repeated = [block for block in layers if plan.recompute == "full" and block.is_recomputed]
+    repeated = [block for block in layers if plan.runs_again and block.is_recomputed]
     calls = plan.batch.microbatches * (len(layers) + len(repeated))
     axis, scores = plan.tensor.token_axis(plan), num_routed(plan) * plan.spec.experts * BYTES[plan.precision.accurate]
     sent = [Collective(axis, GATHER, COUNTS, calls, calls * scores)]

@@ -14,7 +14,7 @@ features of the activation that a layer reads.
     linear         its input and what the activation reads        as a head
     dropout        a byte per element
     embedding      ids, or the rows of the table that are read; a byte per token where other ranks' rows are masked
-    loss           the logits and two numbers per row             see `loss_backward`
+    loss           the logits and two numbers per row             see `loss_memory`
 
 Beside a branch waits the gradient that goes past it. Weights rounded to the compute dtype are rounded again in backward
 rather than kept. Recompute `selective` leaves out what norms and activations give; backward brings it back. A norm
@@ -33,7 +33,7 @@ from parallelrun.planner.contract.tensor_strategy import LayerBackward
 from parallelrun.planner.model.model_spec import MEASURED, BlockSpec, LayerSpec
 from parallelrun.planner.model.product import ActivationLayout, Product, degree, num_panels, transfers
 
-from . import expert_memory, latent_memory, module_memory, step_memory
+from . import expert_memory, latent_memory, loss_memory, module_memory, step_memory
 from .activation_memory import (
     INDEX,
     MASK,
@@ -88,7 +88,7 @@ class ProductStrategy(ProductTraffic):
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Return the bytes on the rank that saves most. Full recomputation saves a block's input: of the first block
         of images or of a user's module the batch, which is counted anyway."""
-        if plan.recompute != "full" or not block.is_recomputed:
+        if not plan.runs_again or not block.is_recomputed:
             return sum(backward.kept for backward in self.layer_backwards(block, plan))
         loss = sum(backward.kept for backward in self._measured_loss(block, plan))
         if (plan.spec.kind == "images" or block.kind == MEASURED) and block.name == plan.spec.blocks[0].name:
@@ -113,14 +113,24 @@ class ProductStrategy(ProductTraffic):
             )
         if module_memory.says_itself(block, plan):
             return (module_memory.stated_backward(block, plan), *self._measured_loss(block, plan))
-        in_order = as_computed(block.layers)
+        in_order, of_loss = as_computed(block.layers), self._loss_backwards(block, plan)
+        if of_loss and plan.loss_chunks > 1:
+            in_order, head = in_order[:-1], in_order[-1]
+            product = self.product_of(head, plan)
+            assert product is not None, "the last layer gives the logits"
+            sizes = _weight_gradients(head, product, plan), self.moved_bytes(head, product, plan)
+            of_loss = loss_memory.chunked_backwards(head, product, *sizes, plan)
         backwards = [backward for layer in in_order for backward in self._layer_backward(layer, block, plan)]
-        return (*backwards, *([self._loss_backward(plan)] if block.name == plan.spec.blocks[-1].name else []))
+        return (*backwards, *of_loss)
+
+    def _loss_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
+        """Of the model's last block, the loss."""
+        is_last = block.name == plan.spec.blocks[-1].name
+        return (loss_memory.loss_backward(self.head_product(plan), plan),) if is_last else ()
 
     def _measured_loss(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         """The loss after a user's module, whose measurement does not contain it."""
-        is_last = block.name == plan.spec.blocks[-1].name
-        return (self._loss_backward(plan),) if block.kind == MEASURED and is_last else ()
+        return self._loss_backwards(block, plan) if block.kind == MEASURED else ()
 
     def _layer_backward(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         """A column layer's second part is what reads its outputs: attention or an activation."""
@@ -167,22 +177,6 @@ class ProductStrategy(ProductTraffic):
         of_slice, of_whole = latent_memory.waiting_features(layer, block, plan)
         sliced = _bytes(self.activation_layout(None, plan), of_slice, plan) if of_slice else 0
         return sliced + plan.num_rows // plan.sample_parts * of_whole * BYTES[plan.precision.compute]
-
-    def _loss_backward(self, plan: Plan) -> LayerBackward:
-        """Backward through the loss, of the whole logits or of a part of the vocabulary.
-
-        One device saves log-probabilities in the accurate dtype. Where the vocabulary is split, the logits and two
-        numbers per row are saved; their gradient is computed in the accurate dtype beside a copy, then rounded.
-        """
-        product = self.head_product(plan)
-        targets, vocab = plan.batch.micro_batch * plan.spec.targets_per_sample // plan.mesh.size("cp"), plan.spec.vocab
-        compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
-        if product is None or plan.mesh.size(AXIS) == 1:
-            logits = targets * vocab * accurate
-            return LayerBackward(logits + targets * INDEX, logits, logits)
-        rows, columns = product.y.local(targets, vocab, plan.mesh.sizes)
-        saved = rows * (columns * compute + accurate) + targets * INDEX
-        return LayerBackward(saved, 0, rows * columns * (2 * accurate + (compute if compute != accurate else 0)))
 
     def _saved(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
         role, product = layer.layer_role, self.product_of(layer, plan)

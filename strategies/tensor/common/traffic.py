@@ -6,7 +6,8 @@ addition, over each axis that splits features, r being the rows of a rank:
 
     layernorm      all-gather of 2 numbers per row (mean, sum of squares about it); backward all-reduce of 2 r
     rmsnorm        all-reduce of r; backward all-reduce of r
-    loss           all-reduce (max) of r, all-reduce of 2 r, both in the accurate dtype; backward nothing
+    loss           all-reduce (max) of r, all-reduce of 2 r, both in the accurate dtype, by `loss_chunks`; backward
+                   nothing
 
 Partial gradients (of biases, norms, positions, and of weights over 2.5D's depth) are summed once per step: the data
 strategy predicts that.
@@ -88,7 +89,7 @@ class ProductTraffic(TensorStrategy):
     def traffic(self, block: BlockSpec, plan: Plan) -> list[TensorCollective]:
         both = [(x.name.removeprefix(f"{block.name}."), *self._of_layer(x, plan)) for x in as_computed(block.layers)]
         forward = [row for _, rows, _ in both for row in rows]
-        again = forward if plan.recompute == "full" and block.is_recomputed and self._trains(block, plan) else []
+        again = forward if plan.runs_again and block.is_recomputed and self._trains(block, plan) else []
         if again and not self.recomputes_last_call(block, forward, plan):
             again = again[:-1]
         loss = self._of_loss(plan) if block.name == plan.spec.blocks[-1].name else []
@@ -191,7 +192,8 @@ class ProductTraffic(TensorStrategy):
         targets = plan.batch.micro_batch * plan.spec.targets_per_sample // plan.mesh.size("cp")
         size = product.y.local(targets, plan.spec.vocab, plan.mesh.sizes)[0] * BYTES[plan.precision.accurate]
         split = [axis for axis in product.y.features if plan.mesh.size(axis) > 1]
-        return [Collective(axis, "all_reduce", "loss", 1, factor * size) for axis in split for factor in (1, 2)]
+        calls = plan.loss_chunks
+        return [Collective(axis, "all_reduce", "loss", calls, factor * size) for axis in split for factor in (1, 2)]
 
     def has_input_gradient(self, layer: LayerSpec, plan: Plan) -> bool:
         """Return whether backward computes the gradient of a layer's input. The model's own input has none."""

@@ -95,7 +95,12 @@ class VocabParallelHead(TensorParallelLayer, single_device.VocabHead):
     """Local rows of the vocabulary: logits stay split, as `VocabParallelLoss` reads them."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.defers:
+            return x
         return column_parallel_linear(cast(x, self.compute_dtype), [(self.weight, self.bias)], self.tp)[0]
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return copy_or_gather(super().gathered(x), self.tp)
 
 
 class ParallelSharedInput(TensorParallelLayer, single_device.SharedInput):

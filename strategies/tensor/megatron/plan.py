@@ -147,8 +147,10 @@ class Megatron1D(ProductStrategy):
         return (AXIS,) if layer.spans_heads else ()
 
     def saves_gathered(self, layer: LayerSpec, plan: Plan) -> bool:
-        """The overlapped node saves the slice and gathers again; the router and the experts are no such node."""
-        return not overlaps(plan) or layer.layer_role in ("shared_input", "expert_input")
+        """The overlapped node saves the slice and gathers again; the router and the experts are no such node, nor a
+        head whose gradients are computed in forward."""
+        apart = ("shared_input", "expert_input", *(("head",) if plan.loss_chunks > 1 else ()))
+        return not overlaps(plan) or layer.layer_role in apart
 
     def local_outputs(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
         """Outputs that are copied kv heads count as often as they are held."""

@@ -23,7 +23,7 @@ from tests.plans import tiny_config
 GSHARD = RouterConfig(kind="gshard", second_expert="random", capacity_factor=1.0, jitter=0.1)
 EXPERTS = {"model.experts": 4, "model.shared_experts": 1, "model.router": GSHARD}
 LLAMA = {"model.norm": "rmsnorm", "model.activation": "swiglu", "model.position": "rope", "model.kv_heads": 2}
-MODES = ("none", "selective", "full", recompute.KEPT)
+MODES = ("none", "selective", "full", "offload", recompute.KEPT)
 TOKENS = torch.arange(16).view(2, 8)
 SAMPLES = torch.tensor([5, 9])
 

@@ -20,6 +20,7 @@ from parallelrun.planner.predict import prediction
 from parallelrun.planner.predict.step_time import experts, host, other_blocks, streaming
 from parallelrun.planner.predict.step_time.kernels import FP8_CAST, attention_s, product_s, streaming_s
 from parallelrun.planner.predict.step_time.links import collective_s
+from parallelrun.planner.predict.step_time.offload import OFFLOAD, inputs_s
 from parallelrun.planner.predict.step_time.overlap import SLOWED, exposed_s, tensor_s
 from parallelrun.planner.predict.step_time.rates import Rates
 
@@ -83,6 +84,9 @@ def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rate
     for parts in (forward, backward, time.again):
         if plan.context and parts.get(CONTEXT) and not rates.synchronous:
             parts[CONTEXT] = plan.context.exposed_s(parts[CONTEXT], parts.get(ATTENTION, 0.0), plan)
+    for parts, before in ((forward, ()), (backward, time.again.values())):
+        if seconds := inputs_s(block, sum(parts.values()) + sum(before), plan, rates):
+            parts[OFFLOAD] = seconds
     _add_host(time, calls, checks, block, plan, rates)
     return time
 
@@ -141,14 +145,14 @@ def _traffic(block: BlockSpec, plan: Plan, time: BlockTime) -> Iterator[tuple[st
         used = [
             time.forward,
             time.backward,
-            *([time.again] if plan.recompute == "full" and block.is_recomputed else []),
+            *([time.again] if plan.runs_again and block.is_recomputed else []),
         ]
         for row in plan.expert.collectives((block,), plan):
             for parts in used:
                 yield EXPERT, parts, row, 1 / len(used) / plan.batch.microbatches
     if plan.context:
         in_forward, in_backward = plan.context.traffic(block, plan)
-        again = [time.again] if plan.recompute == "full" and block.is_recomputed else []
+        again = [time.again] if plan.runs_again and block.is_recomputed else []
         for parts in (time.forward, *again):
             yield from ((CONTEXT, parts, row, 1.0) for row in in_forward)
         yield from ((CONTEXT, time.backward, row, 1.0) for row in in_backward)

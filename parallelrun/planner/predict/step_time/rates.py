@@ -30,7 +30,8 @@ class Rates:
     collective_s: of a collective, whatever it sends; hop_s, message_s: from one rank to the next inside a node, and
     between nodes. congestion: a port between n nodes has n ** -congestion of its rate. step_s: of a step, beside its
     blocks and bytes. synchronous: the host computes itself (CPU), so that the time to issue an operation adds to the
-    operation's own.
+    operation's own. host_bytes_s: between a device and its host, one way; host_memory_bytes_s: a device's part of the
+    host's memory.
     """
 
     peak_flops: float
@@ -49,6 +50,8 @@ class Rates:
     congestion: float = 0.0
     step_s: float = 0.0
     synchronous: bool = False
+    host_bytes_s: float | None = None
+    host_memory_bytes_s: float | None = None
     fp8: Rates | None = None
 
 
@@ -78,6 +81,10 @@ def rates_of(cluster: ClusterConfig, precision: str) -> Rates | None:
         congestion=cluster.congestion,
         step_s=cluster.step_us * 1e-6,
         synchronous=bool(cluster.cores),
+        host_bytes_s=cluster.host_gb_s * 1e9 * share if cluster.host_gb_s else None,
+        host_memory_bytes_s=cluster.host_memory_gb_s * 1e9 * cluster.memory_efficiency
+        if cluster.host_memory_gb_s
+        else None,
     )
 
 
@@ -97,5 +104,8 @@ def absent(cluster: ClusterConfig, precision: str, world: int) -> tuple[str, ...
 def not_given(plan: Plan, cluster: ClusterConfig) -> str:
     """Return which keys are missing to predict the plan's time, as a clause; empty if none is."""
     keys = absent(cluster, plan.precision.name, plan.world)
+    offloads = {"host_gb_s": plan.recompute == "offload" or plan.offloads_optimizer}
+    offloads["host_memory_gb_s"] = plan.offloads_optimizer
+    keys += tuple(key for key, is_read in offloads.items() if is_read and not (getattr(cluster, key) or cluster.cores))
     names = " and ".join(", ".join(f"cluster.{key}" for key in keys).rsplit(", ", 1))
     return f"{names} {'is' if len(keys) == 1 else 'are'} not given" if keys else ""

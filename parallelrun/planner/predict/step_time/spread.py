@@ -14,6 +14,7 @@ from parallelrun.planner.predict.step_time.blocks import (
     STATISTICS,
     TENSOR,
 )
+from parallelrun.planner.predict.step_time.offload import OFFLOAD
 
 PIPELINE, BUBBLE, DATA, OPTIMIZER, RECOMPUTE, FIXED = (
     "pipeline communication", "bubble", "data communication", "optimizer", "recompute", "fixed",
@@ -22,7 +23,7 @@ PIPELINE, BUBBLE, DATA, OPTIMIZER, RECOMPUTE, FIXED = (
 # or on a network, whose published rates differ by factors (dev_h100_efa_allreduce.csv: 12 to 194 GB/s in one cluster).
 DEVIATIONS = {
     PRODUCTS: 0.12, RECOMPUTE: 0.12, ATTENTION: 0.18, BUBBLE: 0.22, MEMORY_BOUND: 0.30, HOST: 0.45, OPTIMIZER: 0.45,
-    FIXED: 0.45, TENSOR: 0.60, CONTEXT: 0.60, EXPERT: 0.60, STATISTICS: 0.60, DATA: 0.75, PIPELINE: 0.75,
+    FIXED: 0.45, TENSOR: 0.60, CONTEXT: 0.60, OFFLOAD: 0.60, EXPERT: 0.60, STATISTICS: 0.60, DATA: 0.75, PIPELINE: 0.75,
 }  # fmt: skip
 # Of a whole step, beside its parts: what nobody publishes of a program and a machine. One plan of the 530 B GPT (tp=8,
 # pp=35, dp=8 on A100) ran at 159 TFLOP/s (Narayanan et al. 2021, table 2) and at 126 (Smith et al. 2022, MT-NLG; 129 at

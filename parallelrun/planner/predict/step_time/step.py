@@ -19,6 +19,7 @@ from parallelrun.planner.predict.step_time.blocks import TENSOR, BlockTime, Part
 from parallelrun.planner.predict.step_time.kernels import streaming_s
 from parallelrun.planner.predict.step_time.links import collective_s, copies_s, sharing_s
 from parallelrun.planner.predict.step_time.matrices import orthogonalising_s
+from parallelrun.planner.predict.step_time.offload import update_s
 from parallelrun.planner.predict.step_time.rates import Rates, not_given, rates_of
 from parallelrun.planner.predict.step_time.shared_times import of_blocks, of_stages, of_weights
 from parallelrun.planner.predict.step_time.spread import BUBBLE, DATA, FIXED, OPTIMIZER, PIPELINE, RECOMPUTE
@@ -93,6 +94,8 @@ class StepModel:
         if muon is None:
             return None
         parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates) + muon
+        if plan.offloads_optimizer:
+            parts[OPTIMIZER] = update_s(plan, rates)
         parts[FIXED] = rates.step_s + host.of_microbatches_s(plan, rates)
         if plan.servers:
             exchanged = servers.exchange(plan, self._cluster, rates, makespan)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from parallelrun.base.errors import ConfigError
 from parallelrun.config.schema.run_schema import OptimizerConfig, PrecisionConfig
 from parallelrun.training.loop.schedules import LARGEST, SMALLEST, LossScaler, learning_rate
+from tests.plans import tiny_plan
 
 
 def rates(steps: int, **fields) -> list[float]:
@@ -24,6 +26,13 @@ def rates(steps: int, **fields) -> list[float]:
         (4, {"schedule": "linear", "warmup": 2, "lr_scale": 3.0}, [1.5, 3.0, 1.5, 0.0]),
         (5, {"schedule": "cosine", "warmup": 1, "min_lr_ratio": 0.1},
          [1, 0.1 + 0.9 * (1 + 2**-0.5) / 2, 0.55, 0.1 + 0.9 * (1 - 2**-0.5) / 2, 0.1]),
+        (6, {"schedule": "linear", "warmup": 2, "decay_steps": 2, "min_lr_ratio": 0.1}, [0.5, 1, 0.55, 0.1, 0.1, 0.1]),
+        (4, {"schedule": "linear", "warmup": 1, "decay_steps": 4}, [1, 0.75, 0.5, 0.25]),  # longer than the run
+        (8, {"schedule": "wsd", "warmup": 2, "decay_steps": 4}, [0.5, 1, 1, 1, 0.75, 0.5, 0.25, 0]),
+        (11, {"schedule": "wsd", "warmup": 1, "min_lr_ratio": 0.2}, [*[1] * 9, 0.6, 0.2]),  # 2 steps of 11
+        (3, {"schedule": "wsd", "warmup": 1, "decay_steps": 9}, [1, 0.5, 0]),  # no stable part is left
+        (6, {"schedule": "inverse_sqrt", "warmup": 2, "min_lr_ratio": 0.6},
+         [0.5, 1, (2 / 3) ** 0.5, 0.5**0.5, 0.4**0.5, 0.6]),
     ],
 )  # fmt: skip
 def test_rates_by_step(steps, fields, expected):
@@ -79,3 +88,9 @@ def test_a_run_that_does_not_scale_stays_at_one():
     one.load_state({"scale": 4096.0, "applied_in_a_row": 7})
     one.update(True)
     assert one.scale == 1.0
+
+
+@pytest.mark.parametrize("schedule", ["constant", "inverse_sqrt"])
+def test_an_end_of_a_decay_without_one_is_refused(schedule):
+    with pytest.raises(ConfigError, match="has no decay that ends"):
+        tiny_plan(optimizer__schedule=schedule, optimizer__decay_steps=3)

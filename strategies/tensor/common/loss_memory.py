@@ -1,0 +1,58 @@
+"""The bytes of the head's product and of the loss in backward, with all logits at once or in chunks of the tokens."""
+
+from __future__ import annotations
+
+from math import prod
+
+from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.plan import Plan
+from parallelrun.planner.contract.tensor_strategy import LayerBackward
+from parallelrun.planner.model.model_spec import LayerSpec
+from parallelrun.planner.model.product import Product
+
+from .activation_memory import INDEX, rounded_bytes
+from .traffic import AXIS
+
+
+def loss_backward(product: Product | None, plan: Plan) -> LayerBackward:
+    """Backward through the loss, of all logits or of a part of the vocabulary. product: of the head.
+
+    One device saves log-probabilities in the accurate dtype. Where the vocabulary is split, the logits and two
+    numbers per row are saved; their gradient is computed in the accurate dtype beside a copy, then rounded.
+    """
+    targets, vocab = plan.batch.micro_batch * plan.spec.targets_per_sample // plan.mesh.size("cp"), plan.spec.vocab
+    compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+    if product is None or plan.mesh.size(AXIS) == 1:
+        logits = targets * vocab * accurate
+        return LayerBackward(logits + targets * INDEX, logits, logits)
+    rows, columns = product.y.local(targets, vocab, plan.mesh.sizes)
+    saved = rows * (columns * compute + accurate) + targets * INDEX
+    return LayerBackward(saved, 0, rows * columns * (2 * accurate + (compute if compute != accurate else 0)))
+
+
+def chunked_backwards(
+    head: LayerSpec, product: Product, gradients: int, moved: int, plan: Plan
+) -> tuple[LayerBackward, LayerBackward]:
+    """(of the head, of the loss) where the logits are computed in chunks (`parallelrun.models.chunked_loss`).
+
+    A chunk needs in forward the head's input, its rounded weights, and the chunk's logits with their gradients, or the
+    product that is added to the gradient of rounded weights. gradients: bytes of those of the head's weights, which
+    wait for backward of the head, or of weights where that runs apart; moved: what summing the gradient of the input
+    needs.
+    """
+    sizes, spec = plan.mesh.sizes, plan.spec
+    compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+    rows, hidden = product.gathered_x.local(plan.num_rows, head.in_features, sizes)
+    chunk, columns = -(-rows // plan.loss_chunks), product.y.local(1, head.out_features, sizes)[1]
+    weights = (*head.parameters, *((spec.parameters[head.tied],) if head.tied else ()))
+    rounded = rounded_bytes(weights, plan)
+    split = compute + accurate * (1 if compute == accurate else 2)
+    logits = 3 * accurate if plan.mesh.size(AXIS) == 1 else split
+    products = columns * compute + max(-(-rounded // chunk), hidden * compute)
+    in_forward = rows * hidden * compute + rounded + chunk * max(columns * logits, products)
+    apart = gradients if plan.pipeline.splits_backward else 0
+    gives = prod(product.x.local(plan.num_rows, head.in_features, sizes)) * compute if moved else 0
+    return (
+        LayerBackward(rows * hidden * compute + apart, 0, gives, moved, gradients),
+        LayerBackward(gradients - apart, in_forward=in_forward),
+    )
