@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from parallelrun.models import layers
@@ -50,27 +51,36 @@ class Saved:
             self.after_sum = True
             self.masks += out.numel()
 
-    def num_bytes(self, outside: Iterable[Tensor]) -> int:
-        """The saved bytes, without those of weights, buffers and the batch, which are kept anyway."""
-        kept_anyway = {id(tensor.untyped_storage()) for tensor in outside}
-        return sum(storage.nbytes() for key, storage in self.storages.items() if key not in kept_anyway)
+    def num_bytes(self, outside: Iterable[Tensor], counted: set[int]) -> int:
+        """The saved bytes, without those of weights, buffers and the batch, which are kept anyway, and of the storages
+        `counted` by an earlier block, to which this one's are added: tables of positions."""
+        counted.update(id(tensor.untyped_storage()) for tensor in outside)
+        own = {key: storage for key, storage in self.storages.items() if key not in counted}
+        counted.update(own)
+        return sum(storage.nbytes() for storage in own.values())
 
 
 class BlockMeasure:
-    """Counts FLOPs and saved tensors of one block, whenever it is called. shape: of its output, per sample;
-    num_outputs: see `BlockSpec`."""
+    """Counts FLOPs and saved tensors of one block, whenever it is called. output_shape: of the tensor that it
+    returns; num_outputs: see `BlockSpec`."""
 
     def __init__(self, block: nn.Module, batch: Any, dtype: torch.dtype):
         self._block, self._batch, self._width = block, batch, dtype.itemsize
         self._counter = FlopCounterMode(display=False)
         self.saved = Saved()
-        self.shape: tuple[int, ...] = ()
+        self.output_shape: tuple[int, ...] = ()
         self.num_outputs = 0
+        self.has_run = False
         self._stack = ExitStack()
         hooks = [part.register_forward_hook(self.saved.called, prepend=True) for part in block.modules()]
         hooks.append(block.register_forward_pre_hook(self._enter, prepend=True))
         hooks.append(block.register_forward_hook(self._leave, always_call=True))  # or the counter would stay on
         self._hooks = hooks
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the output, per sample."""
+        return self.output_shape[1:]
 
     def flops(self, *parts: str) -> float:
         """FLOPs of all operations, or of those whose names contain one of `parts`."""
@@ -80,12 +90,12 @@ class BlockMeasure:
         )
         return float(sum(wanted))
 
-    def saved_elements(self, width: int) -> float:
-        """Elements that backward needs, without weights, buffers and the batch, in a run whose elements have `width`
-        bytes. What the block computes in more or fewer bytes counts as more or fewer elements."""
+    def saved_elements(self, width: int, counted: set[int]) -> float:
+        """Elements that backward needs, see `Saved.num_bytes`, in a run whose elements have `width` bytes. What the
+        block computes in more or fewer bytes counts as more or fewer elements."""
         inputs = tensors_of(getattr(self._batch, "inputs", self._batch))
         outside = (*inputs, *self._block.parameters(), *self._block.buffers())
-        return self.saved.num_bytes(outside) / self._width + self.saved.masks / width
+        return self.saved.num_bytes(outside, counted) / self._width + self.saved.masks / width
 
     def _enter(self, *_: Any) -> None:
         self._stack.enter_context(self._counter)
@@ -93,8 +103,37 @@ class BlockMeasure:
 
     def _leave(self, block: nn.Module, inputs: Any, out: Any) -> None:
         self._stack.close()
+        self.has_run = True
         self.num_outputs = len(out) if isinstance(out, tuple) else 0
         out = logits_of(out)
-        self.shape = tuple(out.shape[1:]) if isinstance(out, Tensor) else ()
+        self.output_shape = tuple(out.shape) if isinstance(out, Tensor) else ()
         for hook in self._hooks:
             hook.remove()
+
+
+class FirstReads(TorchFunctionMode):
+    """While entered, notes in `block_of` in front of which block each of `parameters`, which no block holds, is read
+    first: of one read behind all blocks, the last; of one that is not read, the first."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], measures: Mapping[str, BlockMeasure]):
+        super().__init__()
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._measures = measures
+        self.block_of = dict.fromkeys(parameters, next(iter(measures)))
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if self._names and isinstance(out, Tensor):  # not of a look at a shape
+            for value in _each((args, *(kwargs or {}).values())):
+                if (name := self._names.pop(id(value), None)) is not None:
+                    waiting = [block for block, measure in self._measures.items() if not measure.has_run]
+                    self.block_of[name] = waiting[0] if waiting else [*self._measures][-1]
+        return out
+
+
+def _each(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _each(value)
+        else:
+            yield value
