@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -54,8 +55,7 @@ def make_module(config: Config, vocab: int) -> nn.Module:
     if config.precision.name == "fp64":  # torch has no grouped products of doubles
         settings._experts_implementation = "eager"
     auto = getattr(transformers, TASKS[task])
-    trial = text_inputs.PackingTrial(auto, repr(settings), settings)
-    if config.dataset.pack and (reason := text_inputs.unpackable(trial)):
+    if config.dataset.pack and (reason := text_inputs.unpackable(auto, pickle.dumps(settings))):
         message = f"dataset.pack=true with {title(config)}: {reason}"
         raise ConfigError(Problem(message, "dataset.pack", "leave dataset.pack out, or model=gpt", kind="not_built"))
     try:
