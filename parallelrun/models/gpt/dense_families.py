@@ -16,6 +16,7 @@ from parallelrun.models.transformer import spec as transformer
 from parallelrun.models.transformer.latent_spec import rotary_growth
 from parallelrun.planner.model.model_spec import ModelSpec
 
+Allowed = dict[str, tuple[Any, ...]]
 # Of the classes after GPT-2: options of `model`, and of `model.router`.
 DEFAULTS = {"norm": "rmsnorm", "position": "rope", "activation": "swiglu", "head_bias": False, "experts": 0,
             "kv_lora_rank": None, "qk_norm": None, "norm_position": "pre", "window": None}  # fmt: skip
@@ -117,10 +118,10 @@ class Decoder(Family):
         """An option that no field tells has the value that the class implies, else the default of all classes."""
         told = {field.ours for field in self.table} | self.free
         model = {key: value for key, value in DEFAULTS.items() if key not in told} | dict(self.implied)
-        allowed = {"qkv_bias": (None, config.model.bias), **{key: (value,) for key, value in model.items()}}
+        allowed: Allowed = {"qkv_bias": (None, config.model.bias), **{key: (value,) for key, value in model.items()}}
         problems = options(config.model, "model", self.architecture, allowed)
         routing = {**ROUTING, **self.routing}
-        routers = {key: (value,) for key, value in routing.items() if f"router.{key}" not in told}
+        routers: Allowed = {key: (value,) for key, value in routing.items() if f"router.{key}" not in told}
         if routing.get("renormalise") == "before":
             routers["renormalise"] = "before", "after"  # the same function
         return problems + (routing_differences(spec, self.architecture, routers) if self.routing else [])

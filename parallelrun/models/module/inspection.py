@@ -76,7 +76,9 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     heads = samples.positive_attribute(module, "heads")
     if device and heads % (config.tp or 1) == 0:  # else the tensor strategy refuses, with the nearest legal degrees
         checks.check_split(device, config, vocab, kind, shape)
-    if _asks_for_slices(config) and kind == "tokens" and is_small:
+    tensor = config.strategy.tensor.kind
+    is_built_in = has("strategies", f"tensor.{tensor}")
+    if is_built_in and tensor_strategy(tensor).asks_for_slices(config) and kind == "tokens" and is_small:
         slices.check(config, vocab, shape[0])
     norms = (part.kind for part in module.modules() if isinstance(part, layers.HiddenNorm))
     spec = ModelSpec(
@@ -133,17 +135,13 @@ def _computed(
     if config.model.loss:
         return blocks, (1,), (1, vocab)
     builder = source.builder_of(config)
-    _check_output(builder, builder.title(config), output, vocab)
+    if len(output) < 2 or output[-1] < vocab:
+        needed = f"logits (1, [seq,] vocab) with vocab >= {vocab} are needed"
+        message = f"{builder.title(config)} gives shape {output} for one sample; {needed}"
+        raise ConfigError(Problem(message, builder.KEY, builder.VOCAB_FIX, kind="arithmetic"))
     if kind == "tokens" and len(boundary) == 1:  # a class of a text: its layers compute on all tokens
         boundary = (*shape, next(iter(module.parameters())).shape[-1])
     return blocks, boundary, output
-
-
-def _check_output(builder: Any, where: str, output: Sizes, vocab: int) -> None:
-    if len(output) < 2 or output[-1] < vocab:
-        needed = f"logits (1, [seq,] vocab) with vocab >= {vocab} are needed"
-        message = f"{where} gives shape {output} for one sample; {needed}"
-        raise ConfigError(Problem(message, builder.KEY, builder.VOCAB_FIX, kind="arithmetic"))
 
 
 def _measure(module: nn.Module, how: OwnForward, batch: Any, width: int) -> tuple[tuple[BlockSpec, ...], Sizes, Sizes]:
@@ -165,11 +163,11 @@ def _measure(module: nn.Module, how: OwnForward, batch: Any, width: int) -> tupl
     each = 1 / (len(batch) if isinstance(batch, LossBatch) else 1)  # the part of one sample
     for name, measure in measured.items():
         outside = [path for path, block in reads.block_of.items() if block == name]
-        specs = (*_outside(module, outside), *_layers(module, name, listed, measure.saved.input_gradients))
+        specs = (*_outside(module, outside), *_layers(module, name, listed, measure.input_gradients))
         blocks.append(
             BlockSpec(
                 _full(name), MEASURED, specs, each * measure.flops(), each * measure.saved_elements(width, counted),
-                saves_after_sum=measure.saved.after_sum, convolution_flops=each * measure.flops("conv"),
+                saves_after_sum=measure.after_sum, convolution_flops=each * measure.flops("conv"),
                 attention_flops=each * measure.flops("bmm", "attention"),
                 follows=name in how.followers,
                 num_outputs=measure.num_outputs,
@@ -229,7 +227,7 @@ def _outside(module: nn.Module, names: Iterable[str]) -> list[LayerSpec]:
 
 def _layers(module: nn.Module, block: str, listed: set[int], input_gradients: Mapping[int, int]) -> list[LayerSpec]:
     """The layers of one block that hold parameters or have a role, in module order. Adds the ids of their parameters to
-    `listed`; a parameter that is in it already is tied. input_gradients: see `measuring.Saved`."""
+    `listed`; a parameter that is in it already is tied. input_gradients: see `BlockMeasure`."""
     specs = []
     first = _first_names(module)
     for inner, part in module.get_submodule(block).named_modules():
@@ -270,8 +268,3 @@ def _first_names(module: nn.Module) -> dict[int, str]:
 def _full(name: str) -> str:
     """The name in the network of a part that the user's module calls `name`."""
     return f"{ROOT}.{name}" if name else ROOT
-
-
-def _asks_for_slices(config: Config) -> bool:
-    kind = config.strategy.tensor.kind
-    return has("strategies", f"tensor.{kind}") and tensor_strategy(kind).asks_for_slices(config)

@@ -89,7 +89,7 @@ def carry(
     for factor in factors.values():
         if isinstance(factor, Factor):
             layers.mark_role(factor, ROLE)
-    _attach(replaced, *factors.values(), scale_of(config))
+    _attach(replaced, factors[NAMES[0]], factors[NAMES[1]], scale_of(config))
 
 
 def is_target(layer: nn.Module) -> bool:
