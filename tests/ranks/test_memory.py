@@ -96,6 +96,7 @@ PLANS: dict[str, dict[str, Any]] = {
     # The largest gradients are those of an activation between two layers.
     "module 1f1b": MODULE | pipeline("1f1b") | {"global_batch": 8},
     "module lora": MODULE | LORA,
+    "module lora 1f1b": MODULE | LORA | pipeline("1f1b"),
     "module lora bf16, base in bf16": MODULE | LORA | BF16 | BF16_BASE,
     "module lora full bf16, base in bf16, fsdp": MODULE | LORA | BF16 | BF16_BASE | FULL | data("fsdp"),
     # A small model and batch: the peak lies where backward has the gradient of a large weight in bf16 and in fp32.
@@ -219,10 +220,10 @@ PLANS: dict[str, dict[str, Any]] = {
 SUMMA = GPT | GRID | {"tp": 4, "layout": "2d", "strategy.tensor.form": "summa"}
 # Everything in these stands in other plans too.
 SELDOM = {
-    "module", "module lora", "module lora bf16, base in bf16", "norms of heads, 2d", "zero1 bf16", "tp", "cp, long",
-    "interleaved", "zero bubble bf16", "gpt large vocabulary", "local sgd", "fsdp, highest when the root is reduced",
-    "norms of heads with biases, tp sequence", "moe, ep over tp", "moe tp sequence", "tp sequence selective bf16",
-    "fsdp x zero bubble, few tokens, packed",
+    "module", "module lora", "module lora 1f1b", "module lora bf16, base in bf16", "norms of heads, 2d", "zero1 bf16",
+    "tp", "cp, long", "interleaved", "zero bubble bf16", "gpt large vocabulary", "local sgd",
+    "fsdp, highest when the root is reduced", "norms of heads with biases, tp sequence", "moe, ep over tp",
+    "moe tp sequence", "tp sequence selective bf16", "fsdp x zero bubble, few tokens, packed",
 }  # fmt: skip
 # Of four microbatches without a pipeline, the last two only repeat the second.
 PLANS = {name: _shorter(overrides) for name, overrides in PLANS.items() if matrix.FULL or name not in SELDOM}
