@@ -7,8 +7,7 @@ from typing import Any
 
 from parallelrun.base.errors import ConfigError
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.data.halves import halve
-from parallelrun.data.masked import mask
+from parallelrun.data.derived import halve, mask
 from parallelrun.planner.model import definitions
 from parallelrun.planner.model.definitions import Dataset
 from parallelrun.planner.model.model_spec import ModelSpec

@@ -51,13 +51,13 @@ class Fields:
         self._where = where
         self._problems: list[Problem] = []
 
-    def take(self, key: str, kind: type, default: Any = MISSING) -> Any:
-        """The value of `key`, else `default`; a wrong or missing one is noted for `finish`."""
+    def take(self, key: str, kind: type, default: Any = MISSING, nullable: bool = False) -> Any:
+        """The value of `key`, else `default`; a wrong or missing one is noted for `finish`. nullable: null is right."""
         value = self._left.pop(key, default)
         if value is MISSING:
             self._problems.append(Problem(f"there is no {key}", self._where))
             return kind()
-        if value is None and default is None:
+        if value is None and (nullable or default is None):
             return None
         if kind is float and type(value) is int:
             return float(value)
@@ -78,10 +78,6 @@ class Fields:
     def expect(self, key: str, *allowed: Any) -> None:
         """Note a problem unless `key` has one of the allowed values, the first of which is the default."""
         self.translate(key, dict.fromkeys(allowed), allowed[0])
-
-    def take_or_null(self, key: str, kind: type, default: Any) -> Any:
-        """As `take`, but null is a value of its own."""
-        return self.take(key, kind, None if key in self._left and self._left[key] is None else default)
 
     def drop(self, *keys: str) -> None:
         """Leave fields out that change nothing under the values of others."""

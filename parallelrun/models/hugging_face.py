@@ -55,18 +55,20 @@ class FixedTensor:
 class Field(NamedTuple):
     """A field of config.json and the key of `model`, or `router.KEY`, that has its value.
 
-    kind: of the value, or from their values to ours. default: of a field that config.json leaves out.
+    kind: of the value, or from their values to ours. default: of a field that config.json leaves out. nullable: null is
+    a value of its own.
     """
 
     theirs: str
     ours: str
     kind: type | Mapping[Any, Any]
     default: Any = MISSING
+    nullable: bool = False
 
     def read(self, fields: Fields) -> Any:
         """Return our value."""
         if isinstance(self.kind, type):
-            return fields.take(self.theirs, self.kind, self.default)
+            return fields.take(self.theirs, self.kind, self.default, self.nullable)
         return fields.translate(self.theirs, self.kind, self.default)
 
     def value(self, config: Config, spec: ModelSpec) -> Any:
@@ -159,6 +161,17 @@ def options(values: Any, section: str, family: str, allowed: Mapping[str, tuple[
             theirs = " or ".join("null" if option is None else str(option) for option in legal)
             message = f"{section}.{key}={value}: {family} of transformers has {key}={theirs}"
             problems.append(Problem(message, f"{section}.{key}"))
+    return problems
+
+
+def routing_differences(spec: ModelSpec, family: str, allowed: Mapping[str, tuple[Any, ...]]) -> list[Problem]:
+    """The problems of a router with a family that knows only some values of some keys."""
+    if spec.router is None:
+        return [Problem(f"model.experts=0: {family} of transformers has experts", "model.experts")]
+    problems = options(spec.router, "model.router", family, allowed)
+    if spec.router.top_k == 1:
+        message = f"model.router.top_k=1: {family} gives a single expert the weight 1, and our model its score"
+        problems.append(Problem(message, "model.router.top_k"))
     return problems
 
 

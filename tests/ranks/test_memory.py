@@ -53,6 +53,7 @@ MODULE = {key: value for key, value in GPT.items() if key not in ("model.layers"
     "model.arguments": {"head_dim": 16, "depth": 4},
 }  # fmt: skip
 ROLES = {"model.roles": {"layers.*.[qkv]": "column_parallel", "layers.*.out": "row_parallel"}}
+ALL_ROLES = {"model.roles": {**ROLES["model.roles"], "layers.*.fc1": "column_parallel", "layers.*.fc2": "row_parallel"}}
 LORA, BF16_BASE = {"model.lora.rank": 8}, {"model.lora.base_dtype": "bf16"}
 FEW = GPT | {"global_batch": 2, "micro_batch": 1, "model.seq": 16, "recompute": "full"}
 FP16, BF16 = ({"precision.name": name} for name in ("fp16", "bf16"))
@@ -99,8 +100,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "bert": BERT,
     "mlp": MLP,
     "module": MODULE,
-    "module roles": MODULE | ROLES,
+    "module lora, tp": MODULE | LORA | ALL_ROLES | {"tp": 2},
+    # The largest gradients are those of an activation between two layers.
+    "module 1f1b": MODULE | pipeline("1f1b") | {"global_batch": 8},
     "module lora": MODULE | LORA,
+    "module lora 1f1b": MODULE | LORA | pipeline("1f1b"),
     "module lora bf16, base in bf16": MODULE | LORA | BF16 | BF16_BASE,
     "module lora full bf16, base in bf16, fsdp": MODULE | LORA | BF16 | BF16_BASE | FULL | data("fsdp"),
     # A small model and batch: the peak lies where backward has the gradient of a large weight in bf16 and in fp32.
@@ -128,6 +132,12 @@ PLANS: dict[str, dict[str, Any]] = {
     | {"tp": 2, "model.qk_norm": "all", "model.norm_position": "post"}
     | SEQUENCE
     | SELECTIVE,
+    # A norm of the sums is the first to ask for what is computed again: no gathered gradient is there beside it.
+    "norms of results, tp sequence full": LLAMA
+    | ONE_LAYER
+    | {"tp": 2, "model.qk_norm": "head", "model.norm_position": "post"}
+    | SEQUENCE
+    | FULL,
     "window, long": LONG | {"model.window": 200},
     "window, long, cp": LONG | {"model.window": 100} | context("ring", order="striped"),
     "wide heads tp": LLAMA | ONE_LAYER | {"tp": 2, "model.head_dim": 48},
@@ -170,6 +180,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "2d of one row full": GPT | GRID | {"tp": 4, "layout": "2d", "strategy.tensor.grid": "1x4"} | FULL,
     # Weights that the second forward has rounded stay until their products' backward.
     "llama full bf16, few tokens": LLAMA | FULL | BF16 | {"model.seq": 16, "micro_batch": 1},
+    "moe 2d of one row full": MOE | GRID | {"tp": 4, "layout": "2d", "strategy.tensor.grid": "1x4"} | FULL,
     "moe 2d, ep over tp, full": MOE | GRID | {"tp": 4, "layout": "2d", "ep": 4, "strategy.expert.tp": 1} | FULL,
     "3d": GPT | GRID | {"tp": 8, "layout": "3d"},
     "2.5d": GPT | GRID | {"tp": 8, "layout": "2.5d"},
@@ -231,11 +242,11 @@ PLANS: dict[str, dict[str, Any]] = {
 SUMMA = GPT | GRID | {"tp": 4, "layout": "2d", "strategy.tensor.form": "summa"}
 # Everything in these stands in other plans too.
 SELDOM = {
-    "module", "module lora", "norms of heads, 2d", "zero1 bf16", "tp", "cp, long", "interleaved", "zero bubble bf16",
-    "gpt large vocabulary", "local sgd", "fsdp, highest when the root is reduced", "loss in chunks bf16",
-    "loss in chunks, 1f1b",
-    "norms of heads with biases, tp sequence", "moe, ep over tp", "moe tp sequence",
-    "tp sequence selective bf16", "fsdp x zero bubble, few tokens, packed",
+    "module", "module lora", "module lora 1f1b", "module lora bf16, base in bf16", "norms of heads, 2d", "zero1 bf16",
+    "tp", "cp, long", "interleaved", "zero bubble bf16", "gpt large vocabulary", "local sgd",
+    "fsdp, highest when the root is reduced", "norms of heads with biases, tp sequence", "moe, ep over tp",
+    "moe tp sequence", "tp sequence selective bf16", "fsdp x zero bubble, few tokens, packed",
+    "loss in chunks bf16", "loss in chunks, 1f1b",
 }  # fmt: skip
 # Of four microbatches without a pipeline, the last two only repeat the second.
 PLANS = {name: _shorter(overrides) for name, overrides in PLANS.items() if matrix.FULL or name not in SELDOM}

@@ -34,7 +34,14 @@ def test_stages_of_a_forward_that_is_no_chain_are_exact(cell: str) -> None:
     assert_equal(parity({**MODULE, "pp": 2, **CELLS[cell]}))
 
 
-def test_stages_of_an_image_classifier_are_exact() -> None:
-    images = {"model.source": f"{NETS}:patches", "model.before": ("patches",), "model.blocks": ("blocks.*",),
+PATCHES: dict[str, dict[str, Any]] = {
+    "1f1b": {"model.arguments": Arguments(tokens=False)},
+    "own parameters, interleaved, fsdp": {**CELLS["interleaved, fsdp"], "model.arguments": Arguments(tokens=True)},
+}
+
+
+@pytest.mark.parametrize("cell", PATCHES)
+def test_stages_of_an_image_classifier_are_exact(cell: str) -> None:
+    images = {"model.source": f"{NETS}:patches", "model.before": ("patches",), "model.blocks": ("encoder.blocks.*",),
               "dataset.name": "digits", "global_batch": 16}  # fmt: skip
-    assert_equal(parity({**MODULE, **images, "pp": 2}))
+    assert_equal(parity({**MODULE, **images, "pp": 2, **PATCHES[cell]}))

@@ -68,20 +68,35 @@ def build(vocab: int, seq: int, hidden: int, layers: int = 2, tied: bool = False
     return Net(vocab, seq, hidden, layers, tied, twist)
 
 
+class Encoder(nn.Module):
+    def __init__(self, hidden: int, tokens: int):
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, tokens, hidden) * 0.1)
+        self.blocks = nn.Sequential(*(nn.TransformerEncoderLayer(hidden, 2, 16, 0.0, batch_first=True) for _ in "123"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x + self.positions)
+
+
 class Patches(nn.Module):
-    """An image classifier: all of what is in front of its blocks is in one module, and its head reads a mean."""
+    """An image classifier: all of what is in front of its blocks is in one module, and its head reads a mean. With
+    tokens, forward has parameters of its own: a class token, positions, and the scale of the result."""
 
     sample_shape = (3, 8, 8)
 
-    def __init__(self, num_classes: int):
+    def __init__(self, num_classes: int, tokens: bool):
         super().__init__()
         self.patches, self.head = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, num_classes)
-        self.blocks = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3)))
+        self.scale = nn.Parameter(torch.ones(8)) if tokens else 1.0
+        self.class_token = nn.Parameter(torch.randn(1, 1, 8)) if tokens else None
+        self.encoder = Encoder(8, 5)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).transpose(1, 2)
-        return self.head(self.blocks(x).mean(1))
+        first = x[:, :1] if self.class_token is None else self.class_token.expand(x.shape[0], -1, -1)
+        x = self.encoder(torch.cat([first, x], 1))
+        return self.head(x.mean(1) * self.scale)
 
 
-def patches(num_classes: int) -> nn.Module:
-    return Patches(num_classes)
+def patches(num_classes: int, tokens: bool = False) -> nn.Module:
+    return Patches(num_classes, tokens)

@@ -3,19 +3,25 @@ and OLMo 2."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.config.schema.model_schema import ModelConfig
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.config_fields import ROPE_KEYS, Fields
-from parallelrun.models.hugging_face import Family, Field, Piece, both, options
+from parallelrun.models.hugging_face import Family, Field, Piece, both, options, routing_differences
 from parallelrun.models.moe import spec as moe
 from parallelrun.models.transformer import spec as transformer
 from parallelrun.models.transformer.latent_spec import rotary_growth
 from parallelrun.planner.model.model_spec import ModelSpec
 
+Allowed = dict[str, tuple[Any, ...]]
+# Of the classes after GPT-2: options of `model`, and of `model.router`.
+DEFAULTS = {"norm": "rmsnorm", "position": "rope", "activation": "swiglu", "head_bias": False, "experts": 0,
+            "kv_lora_rank": None, "qk_norm": None, "norm_position": "pre", "window": None}  # fmt: skip
+ROUTING = {"kind": "top_k", "scaling": 1.0, "capacity_factor": None, "eval_capacity_factor": None, "bias_rate": 0.0,
+           "n_group": 1, "jitter": 0.0}  # fmt: skip
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs -> ours
 
 
@@ -106,13 +112,19 @@ class Decoder(Family):
     norms: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")
     implied: ClassVar[Mapping[str, Any]] = {"bias": False}
     routing: ClassVar[Mapping[str, Any]] = {}
+    free: ClassVar[Set[str]] = frozenset()
 
-    def options(self, config: Config, **allowed: tuple[Any, ...]) -> list[Problem]:
-        """The problems of `config.model` with a class that knows the options of Llama, and of others the allowed."""
-        llama = {"norm": ("rmsnorm",), "position": ("rope",), "activation": ("swiglu",), "head_bias": (False,),
-                 "kv_lora_rank": (None,), "qk_norm": (None,), "norm_position": ("pre",), "window": (None,),
-                 "qkv_bias": (None, config.model.bias)}  # fmt: skip
-        return options(config.model, "model", self.architecture, llama | allowed)
+    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
+        """An option that no field tells has the value that the class implies, else the default of all classes."""
+        told = {field.ours for field in self.table} | self.free
+        model = {key: value for key, value in DEFAULTS.items() if key not in told} | dict(self.implied)
+        allowed: Allowed = {"qkv_bias": (None, config.model.bias), **{key: (value,) for key, value in model.items()}}
+        problems = options(config.model, "model", self.architecture, allowed)
+        routing = {**ROUTING, **self.routing}
+        routers: Allowed = {key: (value,) for key, value in routing.items() if f"router.{key}" not in told}
+        if routing.get("renormalise") == "before":
+            routers["renormalise"] = "before", "after"  # the same function
+        return problems + (routing_differences(spec, self.architecture, routers) if self.routing else [])
 
     def head_dim(self, model: Mapping[str, Any]) -> int:
         """Return what the class calls the size of a head. model: the values of `model` by key."""
@@ -174,9 +186,7 @@ class Llama(Decoder):
 
     model_type, architecture = "llama", "LlamaForCausalLM"
     table = (*decoder_table(eps=1e-6, seq=2048), Field("attention_bias", "bias", bool, False))
-
-    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        return self.options(config, experts=(0,))
+    implied: ClassVar[Mapping[str, Any]] = {}
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
         return {**super().fields(config, spec), "mlp_bias": config.model.bias}
@@ -191,36 +201,30 @@ class Mistral(Decoder):
     """MistralForCausalLM: Llama without biases, and with a sliding window."""
 
     model_type, architecture = "mistral", "MistralForCausalLM"
-    table = decoder_table(eps=1e-6, seq=131072, kv_heads=8)
-    default_window: ClassVar[int | None] = 4096
-
-    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        return self.options(config, experts=(0,), bias=(False,), window=(config.model.window,))
-
-    def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
-        return {**super().fields(config, spec), "sliding_window": config.model.window}
-
-    def values(self, fields: Fields) -> dict[str, Any]:
-        return {**super().values(fields), "window": fields.take_or_null("sliding_window", int, self.default_window)}
+    table = (
+        *decoder_table(eps=1e-6, seq=131072, kv_heads=8),
+        Field("sliding_window", "window", int, 4096, nullable=True),
+    )
 
 
-class Phi3(Mistral):
-    """Phi3ForCausalLM, which stores q, k, v as one tensor, and gate and up."""
+class Phi3(Decoder):
+    """Phi3ForCausalLM: Mistral that stores q, k, v as one tensor, and gate and up."""
 
     model_type, architecture = "phi3", "Phi3ForCausalLM"
-    table = decoder_table(eps=1e-5, seq=4096, vocab=32064, hidden=3072)
-    default_window = None
+    table = (
+        *decoder_table(eps=1e-5, seq=4096, vocab=32064, hidden=3072),
+        Field("sliding_window", "window", int, None),
+    )
+    implied: ClassVar[Mapping[str, Any]] = {"bias": False, "rope_scaling": "none"}
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        widths = (None, config.model.hidden // config.model.heads)
-        return super().differences(config, spec) + options(
-            config.model, "model", self.architecture, {"head_dim": widths, "rope_scaling": ("none",)}
-        )
+        widths = {"head_dim": (None, config.model.hidden // config.model.heads)}
+        return super().differences(config, spec) + options(config.model, "model", self.architecture, widths)
 
     def values(self, fields: Fields) -> dict[str, Any]:
         fields.drop("original_max_position_embeddings")  # read by frequencies that are refused
         values = super().values(fields)
-        if "rope_scaling" in values:
+        if values["rope_scaling"] != "none":
             fields.note(f"rope_scaling is {values['rope_scaling']}, and phi3 with default frequencies alone is built")
         return values
 
@@ -246,9 +250,6 @@ class Olmo2(Decoder):
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "attention_bias": False}
     implied: ClassVar[Mapping[str, Any]] = {"bias": False, "qk_norm": "all", "norm_position": "post"}
     norms: ClassVar[tuple[str, str]] = ("post_attention_layernorm", "post_feedforward_layernorm")
-
-    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        return self.options(config, experts=(0,), bias=(False,), qk_norm=("all",), norm_position=("post",))
 
 
 def rope_fields(model: ModelConfig, more: dict[str, Any] | None = None) -> dict[str, Any]:

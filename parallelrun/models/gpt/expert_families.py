@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.gpt.dense_families import Decoder, decoder_table, gated, rope_fields
-from parallelrun.models.hugging_face import Field, FixedTensor, Piece, options
+from parallelrun.models.hugging_face import Field, FixedTensor, Piece
 from parallelrun.models.moe import spec as moe
 from parallelrun.planner.model.model_spec import ModelSpec
 
@@ -28,13 +28,6 @@ class Mixtral(Decoder):
     theta = 1e6
     implied: ClassVar[Mapping[str, Any]] = {"bias": False, "expert_period": 1, "dense_layers": 0, "shared_experts": 0}
     routing: ClassVar[Mapping[str, Any]] = {"kind": "top_k", "score": "softmax", "renormalise": "before"}
-    routers = {"kind": ("top_k",), "score": ("softmax",), "renormalise": ("before", "after"), "scaling": (1.0,),
-               "capacity_factor": (None,), "eval_capacity_factor": (None,), "bias_rate": (0.0,),
-               "n_group": (1,)}  # fmt: skip
-
-    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        problems = self.options(config, bias=(False,), shared_experts=(0,), expert_period=(1,), dense_layers=(0,))
-        return problems + routing_differences(spec, self.architecture, self.routers)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
         return {**super().fields(config, spec), "intermediate_size": moe.expert_ffn(config.model)}
@@ -66,7 +59,6 @@ class Glm4Moe(Decoder):
     """
 
     model_type, architecture = "glm4_moe", "Glm4MoeForCausalLM"
-    copies: ClassVar[tuple[tuple[str, str], ...]] = (("lm_head.weight", "model.embed_tokens.weight"),)
     table = (*decoder_table(eps=1e-5, seq=131072), *expert_table(dense_layers=1, scaling=1.0))
     fixed: ClassVar[Mapping[str, Any]] = {
         **Decoder.fixed, "attention_bias": False, "use_qk_norm": False, "n_group": 1, "topk_group": 1,
@@ -77,17 +69,10 @@ class Glm4Moe(Decoder):
     routing: ClassVar[Mapping[str, Any]] = {
         "kind": "top_k", "score": "sigmoid", "renormalise": "before", "bias_rate": 1e-3
     }  # fmt: skip
-    routers = {"kind": ("top_k",), "score": ("sigmoid",), "renormalise": ("before", "after"),
-               "capacity_factor": (None,), "eval_capacity_factor": (None,), "jitter": (0.0,),
-               "n_group": (1,)}  # fmt: skip
+    free: ClassVar[Set[str]] = {"router.bias_rate"}
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        problems = self.options(config, bias=(False,), expert_period=(1,))
-        return problems + self.expert_differences(config, spec)
-
-    def expert_differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        """The problems of the experts and of their router."""
-        problems = routing_differences(spec, self.architecture, self.routers)
+        problems = super().differences(config, spec)
         if not config.model.shared_experts:
             message = f"model.shared_experts=0: {self.architecture} of transformers has a shared expert in every layer"
             problems.append(Problem(message, "model.shared_experts"))
@@ -119,14 +104,3 @@ def experts(config: Config, ours: str, theirs: str) -> Iterator[Piece]:
         for part in ("gate", "up", "down"):
             key = f"{theirs}.mlp.experts.{expert}.{part}_proj.weight"
             yield Piece(f"{ours}.experts.{part}", key, index=expert)
-
-
-def routing_differences(spec: ModelSpec, family: str, allowed: Mapping[str, tuple[Any, ...]]) -> list[Problem]:
-    """The problems of a router with a family that knows only some values of some keys."""
-    if spec.router is None:
-        return [Problem(f"model.experts=0: {family} of transformers has experts", "model.experts")]
-    problems = options(spec.router, "model.router", family, allowed)
-    if spec.router.top_k == 1:
-        message = f"model.router.top_k=1: {family} gives a single expert the weight 1, and our model its score"
-        problems.append(Problem(message, "model.router.top_k"))
-    return problems

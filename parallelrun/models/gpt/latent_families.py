@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, ClassVar
 
 from parallelrun.base.errors import Problem
@@ -40,12 +40,11 @@ class DeepseekV3(Glm4Moe):
     }  # fmt: skip
     rotated, latent = 1.0, True
     routing: ClassVar[Mapping[str, Any]] = {"kind": "top_k", "score": "sigmoid", "bias_rate": 1e-3}
-    routers = {"kind": ("top_k",), "score": ("sigmoid",), "capacity_factor": (None,),
-               "eval_capacity_factor": (None,), "jitter": (0.0,)}  # fmt: skip
+
+    implied: ClassVar[Mapping[str, Any]] = {**Glm4Moe.implied, "norm_eps": NORM_EPS}
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        model, ranks = config.model, (config.model.kv_lora_rank,)
-        problems = self.options(config, bias=(False,), expert_period=(1,), norm_eps=(NORM_EPS,), kv_lora_rank=ranks)
+        model, problems = config.model, super().differences(config, spec)
         if spec.latent is None:
             message = f"model.kv_lora_rank=null: {self.architecture} of transformers has latent attention"
             problems.append(Problem(message, "model.kv_lora_rank"))
@@ -60,7 +59,7 @@ class DeepseekV3(Glm4Moe):
         if router is not None and router.topk_group < router.n_group == model.experts and ranks_by_two:
             message = f"model.router.n_group={router.n_group}: {self.architecture} ranks groups by two experts of each"
             problems.append(Problem(message, "model.router.n_group"))
-        return problems + self.expert_differences(config, spec)
+        return problems
 
     def head_dim(self, model: Mapping[str, Any]) -> int:
         return int(model["qk_rope_head_dim"])
@@ -111,8 +110,10 @@ class DeepseekV2(DeepseekV3):
         **Decoder.fixed, "attention_bias": False, "rms_norm_eps": NORM_EPS, "mlp_bias": False
     }  # fmt: skip
     expected: ClassVar[Mapping[str, Any]] = {"moe_layer_freq": 1, "scoring_func": "softmax", "rope_interleave": True}
-    routing: ClassVar[Mapping[str, Any]] = {"kind": "top_k", "score": "softmax", "bias_rate": 0.0}
-    routers = {**DeepseekV3.routers, "score": ("softmax",), "renormalise": ("none",), "bias_rate": (0.0,)}
+    routing: ClassVar[Mapping[str, Any]] = {
+        "kind": "top_k", "score": "softmax", "bias_rate": 0.0, "renormalise": "none"
+    }  # fmt: skip
+    free: ClassVar[Set[str]] = {"router.n_group"}
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
         router = spec.router

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from parallelrun.base.errors import Problem
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.config_fields import Fields
 from parallelrun.models.gpt.dense_families import Decoder, decoder_table
-from parallelrun.models.gpt.expert_families import Mixtral, experts, routing_differences
+from parallelrun.models.gpt.expert_families import experts
 from parallelrun.models.hugging_face import Field, Piece
-from parallelrun.planner.model.model_spec import ModelSpec
 
 BASE = {"hidden_act": "silu", "use_sliding_window": False}
 
@@ -23,9 +21,6 @@ class Qwen2(Decoder):
     table = decoder_table(eps=1e-6, seq=32768, vocab=151936, kv_heads=32)
     fixed: ClassVar[Mapping[str, Any]] = BASE
     implied: ClassVar[Mapping[str, Any]] = {"bias": False, "qkv_bias": True}
-
-    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        return self.options(config, experts=(0,), bias=(False,), qkv_bias=(True,))
 
     def values(self, fields: Fields) -> dict[str, Any]:
         fields.drop("sliding_window", "max_window_layers")  # read by use_sliding_window alone
@@ -40,9 +35,6 @@ class Qwen3(Qwen2):
     fixed: ClassVar[Mapping[str, Any]] = {**BASE, "attention_bias": False}
     implied: ClassVar[Mapping[str, Any]] = {"bias": False, "qk_norm": "head"}
     head_size: ClassVar[int | None] = 128
-
-    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        return self.options(config, experts=(0,), bias=(False,), qk_norm=("head",))
 
 
 class Qwen3Moe(Qwen3):
@@ -62,13 +54,6 @@ class Qwen3Moe(Qwen3):
     implied: ClassVar[Mapping[str, Any]] = {**Qwen3.implied, "dense_layers": 0, "shared_experts": 0}
     head_size: ClassVar[int | None] = None
     routing: ClassVar[Mapping[str, Any]] = {"kind": "top_k", "score": "softmax"}
-    routers: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **Mixtral.routers, "renormalise": ("none", "before", "after"), "jitter": (0.0,)
-    }  # fmt: skip
-
-    def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
-        problems = self.options(config, bias=(False,), qk_norm=("head",), shared_experts=(0,), dense_layers=(0,))
-        return problems + routing_differences(spec, self.architecture, self.routers)
 
     def expert_pieces(self, config: Config, ours: str, theirs: str) -> Iterator[Piece]:
         yield Piece(f"{ours}.router.weight", f"{theirs}.mlp.gate.weight")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -54,8 +55,7 @@ def make_module(config: Config, vocab: int) -> nn.Module:
     if config.precision.name == "fp64":  # torch has no grouped products of doubles
         settings._experts_implementation = "eager"
     auto = getattr(transformers, TASKS[task])
-    trial = text_inputs.PackingTrial(auto, repr(settings), settings)
-    if config.dataset.pack and (reason := text_inputs.unpackable(trial)):
+    if config.dataset.pack and (reason := text_inputs.unpackable(auto, pickle.dumps(settings))):
         message = f"dataset.pack=true with {title(config)}: {reason}"
         raise ConfigError(Problem(message, "dataset.pack", "leave dataset.pack out, or model=gpt", kind="not_built"))
     try:
@@ -78,23 +78,18 @@ def make_module(config: Config, vocab: int) -> nn.Module:
     return built
 
 
-def mask_token(config: Config, vocab: int) -> int | None:
-    """Return the id of [MASK] of a masked language model: `model.mask_token`, else the last one; None for others."""
+def samples_of(config: Config, vocab: int) -> dict[str, Any]:
+    """Return the fields of the spec that say what a sample is: of a masked language model `mask_token`, the id of
+    [MASK] (`model.mask_token`, else the last one); `text`, if the task is not to predict tokens of one text."""
     settings = settings_of(config, vocab)
-    if _task(config, settings) != "masked_lm":
-        return None
-    token: int = settings.vocab_size - 1 if config.model.mask_token is None else config.model.mask_token
-    return token
-
-
-def text_samples(config: Config, vocab: int) -> TextSamples | None:
-    """Return what a sample of text is, if the task is not to predict the next token or a masked one."""
-    settings = settings_of(config, vocab)
-    kind = {"sequence_classification": LABELLED, "seq2seq": HALVES}.get(_task(config, settings))
+    task = _task(config, settings)
+    if task == "masked_lm":
+        return {"mask_token": settings.vocab_size - 1 if config.model.mask_token is None else config.model.mask_token}
+    kind = {"sequence_classification": LABELLED, "seq2seq": HALVES}.get(task)
     if kind is None:
-        return None
-    text = settings.get_text_config()
-    return TextSamples(kind, text.vocab_size, _pad_token(settings) if kind == LABELLED else 0)
+        return {}
+    pad_token = _pad_token(settings) if kind == LABELLED else 0
+    return {"text": TextSamples(kind, settings.get_text_config().vocab_size, pad_token)}
 
 
 def _pad_token(settings: Any) -> int:

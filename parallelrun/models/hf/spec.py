@@ -33,11 +33,10 @@ class HuggingFaceDefinition(ModelDefinition):
         if find_spec("transformers") is None:
             problem = Problem("model=hf needs the package transformers", "model", "pip install 'parallelrun[hf]'")
             raise EnvironmentProblem(problem)
-        from parallelrun.models.hf.builder import mask_token, text_samples
+        from parallelrun.models.hf.builder import samples_of
         from parallelrun.models.module.inspection import read_spec
 
-        spec = read_spec(config, vocab)
-        return replace(spec, mask_token=mask_token(config, vocab), text=text_samples(config, vocab))
+        return replace(read_spec(config, vocab), **samples_of(config, vocab))
 
 
 MODEL = HuggingFaceDefinition()

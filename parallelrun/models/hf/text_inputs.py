@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, field
+import pickle
 from functools import lru_cache
 from typing import Any
 
@@ -64,29 +63,21 @@ def restart_positions(module: Any) -> None:
     module.base_model.register_forward_pre_hook(restarted, with_kwargs=True)
 
 
-@dataclass(frozen=True)
-class PackingTrial:
-    """A model to be built: the class of transformers that chooses, its configuration, and that as text, to compare."""
-
-    auto: Any
-    text: str
-    settings: Any = field(compare=False)
-
-
 @lru_cache(maxsize=4)  # a run builds its module several times
-def unpackable(trial: PackingTrial) -> str:
-    """Return why a model cannot keep packed documents apart; empty if it can.
+def unpackable(auto: Any, pickled: bytes) -> str:
+    """Return why a model cannot keep packed documents apart; empty if it can. auto: the class of transformers that
+    chooses its class; pickled: its configuration.
 
     A module with all of its layers, which decide its masks, but small widths computes documents packed and alone.
     """
-    settings = copy.deepcopy(trial.settings)
+    settings = pickle.loads(pickled)
     try:
         for key, value in _SMALL.items():
             if getattr(settings, key, None) is not None:
                 setattr(settings, key, value)
         with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            module = trial.auto.from_config(settings, dtype=torch.float32).eval()
+            module = auto.from_config(settings, dtype=torch.float32).eval()
             if getattr(module, "_is_stateful", False):
                 return "its state goes from token to token, and a mask does not end it"
             for parameter in module.parameters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from parallelrun.base import user_functions
 from parallelrun.base.errors import ConfigError, Problem, with_article
@@ -25,7 +26,10 @@ def make_module(config: Config, vocab: int) -> nn.Module:
     module = user_functions.call(KEY, model.source, offered, model.arguments)
     if not isinstance(module, nn.Module):
         message = f"{model.source} gave {with_article(type(module).__name__)}, not an nn.Module"
-        raise ConfigError(Problem(message, "model.source"))
+        raise ConfigError(Problem(message, KEY))
+    if lazy := next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), ""):
+        message = f"{lazy} of {model.source}, a lazy module, has no shape before a first call"
+        raise ConfigError(Problem(message, KEY, "call the module once in the function, or give it its input's size"))
     return module
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -21,7 +21,7 @@ from parallelrun.models import documents as packed
 from parallelrun.models import layers
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.module import checks, lora, network, samples, slices, source
-from parallelrun.models.module.measuring import BlockMeasure
+from parallelrun.models.module.measuring import BlockMeasure, FirstReads
 from parallelrun.models.module.outputs import call, undefined
 from parallelrun.models.module.own_forward import ROOT, WHOLE, OwnForward
 from parallelrun.models.module.own_loss import LossBatch
@@ -76,7 +76,9 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     heads = samples.positive_attribute(module, "heads")
     if device and heads % (config.tp or 1) == 0:  # else the tensor strategy refuses, with the nearest legal degrees
         checks.check_split(device, config, vocab, kind, shape)
-    if _asks_for_slices(config) and kind == "tokens" and is_small:
+    tensor = config.strategy.tensor.kind
+    is_built_in = has("strategies", f"tensor.{tensor}")
+    if is_built_in and tensor_strategy(tensor).asks_for_slices(config) and kind == "tokens" and is_small:
         slices.check(config, vocab, shape[0])
     norms = (part.kind for part in module.modules() if isinstance(part, layers.HiddenNorm))
     spec = ModelSpec(
@@ -133,17 +135,13 @@ def _computed(
     if config.model.loss:
         return blocks, (1,), (1, vocab)
     builder = source.builder_of(config)
-    _check_output(builder, builder.title(config), output, vocab)
+    if len(output) < 2 or output[-1] < vocab:
+        needed = f"logits (1, [seq,] vocab) with vocab >= {vocab} are needed"
+        message = f"{builder.title(config)} gives shape {output} for one sample; {needed}"
+        raise ConfigError(Problem(message, builder.KEY, builder.VOCAB_FIX, kind="arithmetic"))
     if kind == "tokens" and len(boundary) == 1:  # a class of a text: its layers compute on all tokens
         boundary = (*shape, next(iter(module.parameters())).shape[-1])
     return blocks, boundary, output
-
-
-def _check_output(builder: Any, where: str, output: Sizes, vocab: int) -> None:
-    if len(output) < 2 or output[-1] < vocab:
-        needed = f"logits (1, [seq,] vocab) with vocab >= {vocab} are needed"
-        message = f"{where} gives shape {output} for one sample; {needed}"
-        raise ConfigError(Problem(message, builder.KEY, builder.VOCAB_FIX, kind="arithmetic"))
 
 
 def _measure(module: nn.Module, how: OwnForward, batch: Any, width: int) -> tuple[tuple[BlockSpec, ...], Sizes, Sizes]:
@@ -151,32 +149,31 @@ def _measure(module: nn.Module, how: OwnForward, batch: Any, width: int) -> tupl
     network.let_gradients_through(module)  # plans that need it keep the most activations
     dtype = next(module.parameters()).dtype
     measured = {name: BlockMeasure(module.get_submodule(name), batch, dtype) for name in how.names}
-    with torch_private.fused_on_meta():
+    with torch_private.fused_on_meta(), FirstReads(_own_parameters(module, how), measured) as reads:
         x = call("module", module, batch)
-    listed: set[int] = set()
-    blocks = []
-    each = 1 / (len(batch) if isinstance(batch, LossBatch) else 1)  # the part of one sample
-    for name, measure in measured.items():
-        specs = tuple(_layers(module, name, listed, measure.saved.input_gradients))
-        blocks.append(
-            BlockSpec(
-                _full(name), MEASURED, specs, each * measure.flops(), each * measure.saved_elements(width),
-                saves_after_sum=measure.saved.after_sum, convolution_flops=each * measure.flops("conv"),
-                attention_flops=each * measure.flops("bmm", "attention"),
-                follows=name in how.followers,
-                num_outputs=measure.num_outputs,
-            )
-        )  # fmt: skip
     sent = {name: measured[name].shape for name, later in pairwise(how.names) if later not in how.followers}
     first, shape = next(iter(sent.items()), ("", measured[how.names[0]].shape))
     for name, boundary in sent.items():
         if boundary != shape or not boundary:
             given = f"block {first} gives {shape}"
             raise undefined(f"block {name} gives {boundary} per sample, {given}: stages pass one shape")
-    missing = [name for name, parameter in module.named_parameters() if id(parameter) not in listed]
-    if missing:
-        message = f"parameter {missing[0]} belongs to none of the blocks {', '.join(how.names)}"
-        raise undefined(message, network.suggested_blocks(module))
+    listed: set[int] = set()
+    counted: set[int] = set()
+    blocks = []
+    each = 1 / (len(batch) if isinstance(batch, LossBatch) else 1)  # the part of one sample
+    for name, measure in measured.items():
+        outside = [path for path, block in reads.block_of.items() if block == name]
+        specs = (*_outside(module, outside), *_layers(module, name, listed, measure.input_gradients))
+        blocks.append(
+            BlockSpec(
+                _full(name), MEASURED, specs, each * measure.flops(), each * measure.saved_elements(width, counted),
+                saves_after_sum=measure.after_sum, convolution_flops=each * measure.flops("conv"),
+                attention_flops=each * measure.flops("bmm", "attention"),
+                follows=name in how.followers,
+                num_outputs=measure.num_outputs,
+                output_shape=None if measure.output_shape == (1, *shape) else measure.output_shape,
+            )
+        )  # fmt: skip
     return tuple(blocks), shape, tuple(x.shape)
 
 
@@ -206,7 +203,8 @@ def _estimate(
     positions = shape[0] if kind == "tokens" else 1
     blocks = []
     for name in how.names:
-        parts = tuple(_layers(module, name, listed, {}))
+        outside = _outside(module, _own_parameters(module, how) if name == how.names[0] else ())
+        parts = (*outside, *_layers(module, name, listed, {}))
         numel = sum(parameter.numel for layer in parts for parameter in layer.parameters)
         blocks.append(BlockSpec(_full(name), MEASURED, parts, 2.0 * positions * numel, 0.0))
     hidden = next(iter(module.parameters())).shape[-1]
@@ -214,9 +212,22 @@ def _estimate(
     return tuple(blocks), (*(shape if kind == "tokens" else ()), hidden), output
 
 
+def _own_parameters(module: nn.Module, how: OwnForward) -> dict[str, nn.Parameter]:
+    """The parameters of modules around the blocks, as a class token, which belong to no block."""
+    inside = {id(parameter) for name in how.names for parameter in module.get_submodule(name).parameters()}
+    return {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in inside}
+
+
+def _outside(module: nn.Module, names: Iterable[str]) -> list[LayerSpec]:
+    """Layers of one parameter each, for those of modules around the blocks."""
+    parameters = ((_full(name), module.get_parameter(name)) for name in names)
+    specs = (ParameterSpec(name, tuple(p.shape), OWN, "", frozen=not p.requires_grad) for name, p in parameters)
+    return [LayerSpec(spec.name, "", 0, 0, (spec,)) for spec in specs]
+
+
 def _layers(module: nn.Module, block: str, listed: set[int], input_gradients: Mapping[int, int]) -> list[LayerSpec]:
     """The layers of one block that hold parameters or have a role, in module order. Adds the ids of their parameters to
-    `listed`; a parameter that is in it already is tied. input_gradients: see `measuring.Saved`."""
+    `listed`; a parameter that is in it already is tied. input_gradients: see `BlockMeasure`."""
     specs = []
     first = _first_names(module)
     for inner, part in module.get_submodule(block).named_modules():
@@ -257,8 +268,3 @@ def _first_names(module: nn.Module) -> dict[int, str]:
 def _full(name: str) -> str:
     """The name in the network of a part that the user's module calls `name`."""
     return f"{ROOT}.{name}" if name else ROOT
-
-
-def _asks_for_slices(config: Config) -> bool:
-    kind = config.strategy.tensor.kind
-    return has("strategies", f"tensor.{kind}") and tensor_strategy(kind).asks_for_slices(config)

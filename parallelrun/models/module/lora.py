@@ -7,13 +7,12 @@ layer A is replicated and B column parallel, beside a row-parallel one A is row 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from parallelrun.base.errors import ConfigError, Problem, with_article
@@ -77,28 +76,20 @@ def is_transposed(layer: nn.Module) -> bool:
     return type(layer).__name__ == "Conv1D"
 
 
-def carry(layer: nn.Module, replaced: nn.Module, role: str, config: Config, dtype: torch.dtype) -> None:
-    """Give the role layer that takes the place of `layer` the adapter of that one, split as the role says."""
-    if not is_target(layer):
+def carry(
+    layer: nn.Module, replaced: nn.Module, role: str, config: Config, split: Callable[[nn.Module], nn.Module]
+) -> None:
+    """Give the role layer that takes the place of `layer` the adapter of that one. split: gives the factor on the side
+    that the role splits the same role."""
+    if not is_target(layer) or layer is replaced:
         return
-    source: Any = layer
-    first, second = source.lora_A, source.lora_B
-    split: Any
-    with torch.device("meta"):
-        if role == "row_parallel":
-            split = layers.RowLinear(first.in_features, first.out_features, False, dtype)
-        elif role == "head":
-            split = layers.VocabHead(second.in_features, second.out_features, dtype)
-        else:
-            split = layers.ColumnLinear(second.in_features, {"": second.out_features}, False, dtype)
-    if role == "row_parallel":
-        split.weight, first = first.weight, split
-    else:
-        split.weight, second = second.weight, split
-    for factor in (first, second):
+    factors = {name: layer.get_submodule(name) for name in NAMES}
+    side = NAMES[role != "row_parallel"]
+    factors[side] = split(factors[side])
+    for factor in factors.values():
         if isinstance(factor, Factor):
             layers.mark_role(factor, ROLE)
-    _attach(replaced, first, second, scale_of(config))
+    _attach(replaced, factors[NAMES[0]], factors[NAMES[1]], scale_of(config))
 
 
 def is_target(layer: nn.Module) -> bool:

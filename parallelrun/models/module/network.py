@@ -211,7 +211,8 @@ def compute_in(part: nn.Module, dtype: torch.dtype) -> None:
         return
 
     def round_weights(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        for name in own:  # an entry of __dict__ hides the Parameter of that name from attribute look-up
+        # An entry of __dict__ hides the Parameter of that name from attribute look-up. Other stages hold some.
+        for name in (name for name in own if name in part._parameters):
             part.__dict__[name] = rounded(part.get_parameter(name), dtype)
         torch_private.renew_weight_list(part)
         return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)

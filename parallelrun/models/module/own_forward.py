@@ -104,6 +104,7 @@ class OwnForwardNetwork(Network):
         self.module = module
         self.how = how
         self._order = self.block_names
+        self._elsewhere: dict[str, nn.Parameter] = {}  # by path: those of modules around blocks that others hold
         self._received: Tensor | None = None
         self._result: list[tuple[Tensor, int]] = []  # of the last block, with the number of its changes
 
@@ -118,7 +119,7 @@ class OwnForwardNetwork(Network):
         for blocks in parts:
             stage = OwnForwardNetwork(self.spec, self.loss, self.module, self.how)
             stage.recompute, stage.training, stage.own_values = self.recompute, self.training, self.own_values
-            stage.rounds_weights = self.rounds_weights
+            stage.rounds_weights, stage._elsewhere = self.rounds_weights, dict(self._elsewhere)
             stage._hold(blocks)
             if stage.recompute != "none":
                 stage._recompute()
@@ -129,8 +130,11 @@ class OwnForwardNetwork(Network):
 
     def forward(self, x: Tensor, sample_ids: Tensor | None = None, documents: DocumentBounds | None = None) -> Tensor:
         inputs, last = x, self.block_names[-1]
+        for path, parameter in self._elsewhere.items():
+            around, _, key = path.rpartition(".")
+            self.module.get_submodule(around).__dict__[key] = absent(parameter.shape, x, parameter.dtype)
         if not self._is_first:
-            self._received, self._absent = x, absent(x.shape, x)
+            self._received = self._like = x
             dtype = torch.int64 if self.spec.kind == "tokens" else x.dtype
             inputs = absent((x.size(0), *self.spec.sample_shape), x, dtype)
         with self._rounding(), dropout.scope(sample_ids), packed.scope(documents), suppress(_StageEnds):
@@ -161,20 +165,25 @@ class OwnForwardNetwork(Network):
         names = {name for name in self._order if name not in blocks}
         if not self._is_first:
             names.update(f"{ROOT}.{name}" for name in self.how.before)
-        self.module = _with_stand_ins(self.module, {name.removeprefix(f"{ROOT}.") for name in names}, self._answer)
+        names.update(name for block in self.spec.blocks if block.name not in blocks for name in block.outside)
+        paths = {name.removeprefix(f"{ROOT}.") for name in names}
+        self.module = _with_stand_ins(self.module, paths, self._answer, self._elsewhere)
 
     def _answer(self, name: str) -> Any:
         """What the absent module `name` returns."""
         order, full = self._order, f"{ROOT}.{name}"
         if full in order[order.index(self.block_names[-1]) + 1 :]:
             raise _StageEnds
-        result: Tensor | None = self._absent
+        shape = self.spec.block(full).output_shape if full in order else None
+        shape = shape or tuple(self._like.shape)
+        elsewhere = absent((self._like.size(0), *shape[1:]) if shape[0] == 1 else shape, self._like)
+        result: Tensor | None = elsewhere
         if full == order[order.index(self.block_names[0]) - 1]:
             result, self._received = self._received, None
             if result is None:
                 raise undefined(f"forward calls {name} twice, and a stage is run through once", "pp=1", "pp")
         others = self.spec.block(full).num_outputs - 1 if full in order else -1
-        return (result, *(self._absent,) * others) if others >= 0 else result
+        return (result, *(elsewhere,) * others) if others >= 0 else result
 
     def _remember(self, block: nn.Module, inputs: Any, out: Any) -> None:
         """Forward hook of the last block of a stage."""
@@ -202,18 +211,25 @@ class OwnForwardNetwork(Network):
         return recompute.run(run, hidden, dropout.current_sample_ids(), self.recompute, host=self.host)
 
 
-def _with_stand_ins(module: nn.Module, names: Collection[str], answer: Callable[[str], Any], at: str = "") -> nn.Module:
-    """A copy of `module` that shares all but the modules on the way to those of `names`, which return
-    `answer(name)`."""
+def _with_stand_ins(
+    module: nn.Module, names: Collection[str], answer: Callable[[str], Any],
+    elsewhere: dict[str, nn.Parameter], at: str = "",
+) -> nn.Module:  # fmt: skip
+    """A copy of `module` that shares all but the modules on the way to those of `names`, which return `answer(name)`.
+    It lacks the parameters of `names`, which are added to `elsewhere`."""
     if not names:
         return module
     clone = copy.copy(module)
-    clone._modules = dict(module._modules)
+    clone._modules, clone._parameters = dict(module._modules), dict(module._parameters)
+    for name, parameter in module._parameters.items():
+        if parameter is not None and f"{at}{name}" in names:
+            elsewhere[f"{at}{name}"] = parameter
+            del clone._parameters[name]
     for name, child in module._modules.items():
         path = f"{at}{name}"
         if child is not None and path in names:
             clone._modules[name] = StandIn(child, path, answer)
         elif child is not None:
             below = {other for other in names if other.startswith(f"{path}.")}
-            clone._modules[name] = _with_stand_ins(child, below, answer, f"{path}.")
+            clone._modules[name] = _with_stand_ins(child, below, answer, elsewhere, f"{path}.")
     return clone

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,8 +122,10 @@ def apply_roles(module: nn.Module, config: Config, compute_dtype: torch.dtype) -
             continue  # its role is that of its layer
         if pattern is not None:
             unmatched.pop(pattern, None)
-            layer = _role_layer(name, part, roles[pattern], compute_dtype)
-            lora.carry(part, layer, roles[pattern], config, compute_dtype)
+            role = roles[pattern]
+            _check_role(name, part, role)
+            layer = _role_layer(part, role, compute_dtype)
+            lora.carry(part, layer, role, config, partial(_role_layer, role=role, dtype=compute_dtype))
             module.set_submodule(name, layer)
         elif isinstance(part, layers.RoleLayer):  # the user's module has a role layer of ours itself
             part.compute_dtype = compute_dtype
@@ -145,13 +148,17 @@ def _roles_with(roles: dict[str, str], wrong: str, names: list[str]) -> str:
     return shlex.quote(f"model.roles={{{', '.join(entries)}}}")
 
 
-def _role_layer(name: str, part: nn.Module, role: str, dtype: torch.dtype) -> nn.Module:
+def _check_role(name: str, part: nn.Module, role: str) -> None:
     if role not in ROLES:
         message = f"model.roles: {role!r} (of {name}) is no layer role; the roles are {', '.join(ROLES)}"
         raise ConfigError(Problem(message, "model.roles"))
     reason = unfit(part, role)
     if reason:
         raise ConfigError(Problem(f"model.roles: {name} cannot be {role}: {reason}", "model.roles", kind="undefined"))
+
+
+def _role_layer(part: nn.Module, role: str, dtype: torch.dtype) -> nn.Module:
+    """The layer of ours with the role and the Parameters of `part`; `part` itself for a role of its weights alone."""
     if role in ("per_head", own_experts.ROLE):
         layers.mark_role(part, role)
         if role == own_experts.ROLE and next(part.parameters()).is_meta:

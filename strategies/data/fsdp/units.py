@@ -27,8 +27,9 @@ class Unit:
     """One group of parameters with one all-gather and one reduce-scatter.
 
     kind: `block`, `experts` and `router` (parts of a block that are gathered separately), `root` (a tied weight makes
-    its two blocks of a stage one unit), or `tied` (one weight of two stages on one rank). block: the name of the block
-    that the first three are in. reshard: freed after forward, gathered again for backward. axis: that of the shards.
+    its two blocks of a stage one unit; so are parameters outside of blocks), or `tied` (one weight of two stages on one
+    rank). block: the name of the block that the first three are in. reshard: freed after forward, gathered again for
+    backward. axis: that of the shards.
     """
 
     kind: str
@@ -110,11 +111,17 @@ class UnitSharding(DataStrategy):
                 if block not in tied:
                     # The stage's last block is needed at once for its backward (only pp=1 alternates so): freeing it
                     # would gather it twice in a row.
-                    own = [p for p in by_block.get(block, ()) if p.name not in across]
+                    outside = plan.spec.block(block).outside
+                    own = [p for p in by_block.get(block, ()) if p.name not in across and p.name not in outside]
                     is_read_by_loss = plan.loss_chunks > 1 and block == plan.spec.blocks[-1].name
                     reshard = self.reshard_after_forward and not is_read_by_loss and (is_pipelined or not is_last)
                     units += [(unit, count) for unit in _units_of_block(own, reshard, plan)]
-            shared = tuple(p for block in stage.blocks if block in tied for p in by_block.get(block, ()))
+            shared = tuple(
+                p
+                for block in stage.blocks
+                for p in by_block.get(block, ())
+                if block in tied or p.name in plan.spec.block(block).outside
+            )
             if shared:
                 assert "expert" not in {p.spec.layer_role for p in shared}, "experts in a block with a tied weight"
                 reshard = self.reshard_after_forward and is_pipelined

@@ -14,7 +14,7 @@ def stated_backward(block: BlockSpec, plan: Plan) -> LayerBackward:
     each = plan.batch.micro_batch * BYTES[plan.precision.compute]
     kept = round(block.saved_on_rank(plan.mesh.size("tp")) * each)
     widths = [
-        (layer.out_features, layer.in_features * layer.input_gradients)
+        _widths(layer, plan)
         for layer in block.layers
         if layer.out_features and not layer.is_adapter and layer.layer_role != "embedding"
     ]
@@ -23,6 +23,13 @@ def stated_backward(block: BlockSpec, plan: Plan) -> LayerBackward:
     out, into = max(widths, key=sum)
     row = plan.num_rows * BYTES[plan.precision.compute]
     return LayerBackward(kept, (out + plan.spec.hidden) * row, into * row)
+
+
+def _widths(layer: LayerSpec, plan: Plan) -> tuple[int, int]:
+    """The features of the gradients that a layer reads and gives on a rank, or that the function behind it does."""
+    tp, role = plan.mesh.size("tp"), layer.layer_role
+    out = layer.out_features // (tp if role in ("column_parallel", "head") else 1)
+    return out, max(out, layer.in_features * layer.input_gradients // (tp if role == "row_parallel" else 1))
 
 
 def factor_backward(layer: LayerSpec, waiting: int, weights: int, plan: Plan) -> LayerBackward:

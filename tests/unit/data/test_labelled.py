@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from parallelrun.base.errors import ConfigError, DataError, EnvironmentProblem
-from parallelrun.data import halves, labelled, open_dataset
+from parallelrun.data import derived, labelled, open_dataset
 from parallelrun.planner.model.definitions import Dataset
 from parallelrun.planner.model.model_spec import ModelSpec
 from parallelrun.planner.model.model_spec.text import LABELLED, TextSamples
@@ -82,7 +82,7 @@ def test_what_is_no_labelled_text_is_refused(tmp_path: Path) -> None:
 def test_halves_have_the_targets_of_the_second_half() -> None:
     plan, given = tiny_plan(), narrow_config()
     dataset = open_dataset(given, plan.spec)
-    halved = halves.halve(dataset)
+    halved = derived.halve(dataset)
     (tokens, targets), (whole, following) = halved.train.sample(3), dataset.train.sample(3)
     assert np.array_equal(tokens, whole) and np.array_equal(targets, following[4:])
     assert halved.fingerprint != dataset.fingerprint

@@ -14,7 +14,7 @@ from parallelrun.base.errors import ConfigError
 from parallelrun.base.precision import TABLE
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.data import open_dataset
-from parallelrun.data.masked import IGNORED, RATE, MaskedSplit
+from parallelrun.data.derived import IGNORED, RATE, MaskedSplit
 from parallelrun.models import initialise
 from parallelrun.models.bert import network, spec
 from parallelrun.models.network import Network

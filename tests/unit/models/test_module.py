@@ -378,6 +378,7 @@ def test_a_sample_shape_that_is_none_is_refused(tmp_path: Path, value: str) -> N
     [
         ("raise SystemExit(3)", "fails: SystemExit: 3"),
         ("return nn.Flatten", "gave a type, not an nn.Module"),
+        ("return nn.Sequential(nn.LazyLinear(vocab))", "0.weight of"),
     ],
 )
 def test_a_function_that_exits_is_an_error_of_the_users(tmp_path: Path, body: str, said: str) -> None:

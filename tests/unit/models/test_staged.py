@@ -47,6 +47,14 @@ def test_a_stage_begins_at_a_block_but_the_first_or_behind_the_blocks() -> None:
     assert [len(stage) for stage in stages] == [3, 1, 1, 2]
 
 
+def test_parameters_of_the_forward_itself_are_on_the_stage_that_reads_them_first() -> None:
+    cut = {"model__before": ["patches"], "model__blocks": ["encoder.blocks.*"], "model__arguments": {"tokens": True}}
+    model = made(model__source=f"{FILE}:patches", dataset__name="digits", **cut)
+    outside = {block.name.removeprefix("module."): {*block.outside} for block in model.blocks if block.outside}
+    first = {"module.class_token", "module.encoder.positions"}
+    assert outside == {"encoder.blocks.0": first, "head": {"module.scale"}}
+
+
 def test_a_split_at_another_place_is_refused() -> None:
     given = config(model__layers=3, strategy__pipeline__split=["module.positions"])
     _, (problem,) = cut(made(model__layers=3), given, 2)

@@ -31,9 +31,10 @@ class BlockSpec:
     tensor strategy computes them. replicated_elements: the part of them that every rank of a one-dimensional tensor
     strategy saves; None where it is unknown. input_shape: of one sample, if it differs from block to block (images);
     None: the model's boundary_shape. splits_input: such a strategy splits its dim 0. backward: where the model
-    describes it. saves_after_sum: whether backward needs a tensor that forward computes after its last row-parallel
-    layer or embedding; None: its layers tell. follows: it is on the stage of the block before it. num_outputs: of a
-    user's module, the length of the tuple that it returns, of which the first item is x; 0: a tensor.
+    describes it. saves_after_sum: of a user's module, whether backward needs a tensor that forward computes after its
+    last row-parallel layer or embedding; None: its layers tell. follows: it is on the stage of the block before it.
+    num_outputs: of a user's module, the length of the tuple that it returns, of which the first item is x; 0: a tensor.
+    output_shape: of x behind a user's module for one sample, unless that is (1, *boundary_shape).
     """
 
     name: str
@@ -50,6 +51,7 @@ class BlockSpec:
     splits_input: bool = False
     follows: bool = False
     num_outputs: int = 0
+    output_shape: tuple[int, ...] | None = None
 
     @cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:
@@ -58,6 +60,11 @@ class BlockSpec:
     @cached_property
     def num_parameters(self) -> int:
         return sum(parameter.numel for parameter in self.parameters)
+
+    @cached_property
+    def outside(self) -> frozenset[str]:
+        """The parameters that a module around the block holds, as a class token: its forward reads them before it."""
+        return frozenset(p.name for p in self.parameters if not p.name.startswith(f"{self.name}."))
 
     def reads_sum(self, dropout: float) -> bool:
         """Whether backward needs a tensor that forward computes after the last sum or gather of partial results: of a
@@ -271,16 +278,8 @@ def _block_key(block: BlockSpec, tied: set[str]) -> object:
     is_tied = any(p.name in tied for p in block.parameters) or any(x.tied for x in block.layers)
     name = block.name if is_tied else ""
     flops = block.forward_flops, block.convolution_flops, block.attention_flops
-    return (
-        block.kind,
-        name,
-        flops,
-        block.saved_elements,
-        block.replicated_elements,
-        block.saves_after_sum,
-        block.input_shape,
-        layers,
-    )
+    saved = block.saved_elements, block.replicated_elements, block.saves_after_sum
+    return block.kind, name, flops, saved, block.input_shape, layers
 
 
 def _key(layer: LayerSpec) -> object:

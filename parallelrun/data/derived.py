@@ -1,9 +1,11 @@
-"""Masked-language-model samples from any dataset of tokens (Devlin et al. 2019, appendix A.1). numpy only."""
+"""Samples made of others: masked (Devlin et al. 2019, appendix A.1), or with targets of half a window. numpy only."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from parallelrun.data.arrays import NDArray, np
@@ -16,18 +18,10 @@ MASKED, RANDOM = 0.8, 0.1  # shares of those that become [MASK] and another toke
 
 
 @dataclass(frozen=True)
-class MaskedSplit(Split):
-    """The windows of `inner` with some tokens hidden: target = the hidden token, IGNORED elsewhere.
-
-    Which tokens are hidden depends on (seed, sample, index in the window) alone and is the same in every epoch, as in
-    BERT's own data files. Every sample has at least one hidden token; padding behind packed documents is never
-    hidden. Random tokens are drawn among the `vocab` ids without that of [MASK].
-    """
+class DerivedSplit(Split):
+    """Samples made of those of `inner`, one of each."""
 
     inner: Split
-    seed: int
-    mask_token: int
-    vocab: int
 
     @property
     def shares(self) -> tuple[BatchShare, ...]:  # type: ignore[override]
@@ -45,6 +39,30 @@ class MaskedSplit(Split):
 
     def packing(self) -> Packing:
         return self.inner.packing()
+
+
+@dataclass(frozen=True)
+class HalvedSplit(DerivedSplit):
+    """The windows of `inner` with the targets of the second half only: a sequence-to-sequence model reads the first
+    half as its source, and predicts in the second half the token behind each."""
+
+    def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        tokens, targets = self.inner.sample(index)
+        return tokens, targets[len(tokens) - len(tokens) // 2 :]
+
+
+@dataclass(frozen=True)
+class MaskedSplit(DerivedSplit):
+    """The windows of `inner` with some tokens hidden: target = the hidden token, IGNORED elsewhere.
+
+    Which tokens are hidden depends on (seed, sample, index in the window) alone and is the same in every epoch, as in
+    BERT's own data files. Every sample has at least one hidden token; padding behind packed documents is never
+    hidden. Random tokens are drawn among the `vocab` ids without that of [MASK].
+    """
+
+    seed: int
+    mask_token: int
+    vocab: int
 
     def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         return self._masked(self.inner.sample(index)[0], index)
@@ -67,17 +85,23 @@ class MaskedSplit(Split):
         return np.where(is_hidden, replaced, tokens), np.where(is_hidden, tokens, IGNORED)
 
 
+def halve(dataset: Dataset) -> Dataset:
+    """`dataset` as samples for a model that maps a source to a target."""
+    return _derived(dataset, "halves/1", HalvedSplit)
+
+
 def mask(dataset: Dataset, spec: ModelSpec, seed: int) -> Dataset:
     """`dataset` as masked-language-model samples for a model that has a mask token."""
     assert spec.mask_token is not None
     which = f"{spec.mask_token}" if spec.mask_token == spec.vocab - 1 else f"{spec.mask_token} of {spec.vocab}"
-    fingerprint = hashlib.sha256(f"masked/1/{seed}/{which}/{dataset.fingerprint}".encode()).hexdigest()
-    train, val, whole = (
-        None if split is None else MaskedSplit(split, seed, spec.mask_token, spec.vocab)
-        for split in (dataset.train, dataset.val, dataset.whole)
-    )
-    assert train is not None and val is not None
-    return replace(dataset, train=train, val=val, whole=whole, fingerprint=fingerprint, has_ignored=True)
+    make = partial(MaskedSplit, seed=seed, mask_token=spec.mask_token, vocab=spec.vocab)
+    return replace(_derived(dataset, f"masked/1/{seed}/{which}", make), has_ignored=True)
+
+
+def _derived(dataset: Dataset, kind: str, make: Callable[[Split], Split]) -> Dataset:
+    fingerprint = hashlib.sha256(f"{kind}/{dataset.fingerprint}".encode()).hexdigest()
+    whole = None if dataset.whole is None else make(dataset.whole)
+    return replace(dataset, train=make(dataset.train), val=make(dataset.val), whole=whole, fingerprint=fingerprint)
 
 
 def _uniform(key: np.uint64, number: int, size: int) -> NDArray[np.float64]:
