@@ -84,11 +84,12 @@ class DataRuntime:
     (DiLoCo's outer state) or sharded over them. flat_gradients: flat buffers by the axis over which gradients are
     summed (`replica_axis`).
     After `finish_gradients` the buffers of an axis hold the gradients of all its `parameters`, padded with zeros; an
-    axis without buffers is absent.
+    axis without buffers is absent. loss_scale: the factor of this step's gradients.
     """
 
     flat_gradients: Mapping[str, Sequence[Tensor]] = MappingProxyType({})
     kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({})
+    loss_scale: float = 1.0
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
         local = [LocalParameter(held.name, p, held.spec, held.layout, held.shared) for held, p in pairs]

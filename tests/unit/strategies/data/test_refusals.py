@@ -53,7 +53,6 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"dp": 2, "strategy.data.compression": "zip"}, ("is unknown",)),
     ({"dp": 2, "strategy.data.powersgd_rank": 2}, ("powersgd_rank=2 is read by compression=powersgd only",)),
     (POWERSGD | {"strategy.data.powersgd_rank": 0}, ("at least 1",)),
-    (POWERSGD | {"precision.name": "fp16"}, ("loss scale", "precision=bf16")),
     # independent replicas
     (DILOCO | {"strategy.data.sync_every": 0}, ("(strategy.data.sync_every)",)),
     (DILOCO | {"strategy.data.outer_lr": 0.0}, ("(strategy.data.outer_lr)",)),
