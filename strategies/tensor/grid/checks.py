@@ -145,7 +145,8 @@ class GridRequest:
         return [Problem(message, "layout", "layout=1d", kind="not_built")]
 
     def _indivisible(self, sizes: dict[str, int]) -> list[Problem]:
-        """One problem per size, with the nearest tp and the nearest sizes that fit."""
+        """One problem per size, with the nearest tp and the nearest sizes that fit. Copies of kv heads would be partial
+        over a part of an axis of features, which the forms of products do not know; layout 1d has them."""
         parts: dict[tuple[str, int], int] = {}
         for misfit in self.without_batch.choice.misfits():
             place = (misfit.key, misfit.size)
