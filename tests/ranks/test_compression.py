@@ -70,8 +70,8 @@ def test_a_compressed_plan_equals_its_rule_and_sends_what_it_says(cell):
 def error_forgotten(training: Training) -> None:
     right = powersgd.Stack.finish
 
-    def wrong(self: powersgd.Stack) -> None:
-        right(self)
+    def wrong(self: powersgd.Stack, loss_scale: float) -> None:
+        right(self, loss_scale)
         self.error.zero_()
 
     powersgd.Stack.finish = wrong
@@ -80,8 +80,8 @@ def error_forgotten(training: Training) -> None:
 def cold_start(training: Training) -> None:
     right = powersgd.Stack.finish
 
-    def wrong(self: powersgd.Stack) -> None:
-        right(self)
+    def wrong(self: powersgd.Stack, loss_scale: float) -> None:
+        right(self, loss_scale)
         self.right = self.first
 
     powersgd.Stack.finish = wrong

@@ -83,10 +83,8 @@ def exchanged_numel(parameter: HeldParameter, shape: Shape, plan: Plan, padded: 
 
 
 def padded_numel(shape: Sequence[int], parts: int, dim: int = 0) -> int:
-    """Elements of a tensor whose dim `dim` is padded to `parts` equal chunks, as `torch.chunk` sizes them. A tensor
-    without dims is in every part."""
-    if not shape:
-        return parts
+    """Elements of a tensor whose dim `dim` is padded to `parts` equal chunks, as `torch.chunk` sizes them."""
+    shape = shape or (parts,)  # without dims it is in every part
     return parts * -(-shape[dim] // parts) * prod(shape[:dim]) * prod(shape[dim + 1 :])
 
 

@@ -23,11 +23,8 @@ from parallelrun.planner.pieces.expert_axes import inner_axis
 from parallelrun.training.loop.data_runtime import DataRuntime, Pair, by_axis, complete_gradients
 from parallelrun.training.loop.flat_tensors import bucket_pairs, flat_views
 
-from .bucketed_plan import BucketedAllReduce
-
 Part = tuple[HeldParameter, Tensor]  # a parameter and its gradient's view into a bucket's buffer
 Sum = Callable[[Tensor], Waitable]  # starts summing a flat tensor over the data axis, in place
-LossScale = Callable[[], float]  # the factor of this step's gradients
 Kept = list[tuple[str, LocalParameter]]  # (kind, tensor) of what checkpoints keep of a compression
 
 
@@ -176,7 +173,6 @@ class BucketedRuntime(DataRuntime):
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
         super().__init__(pairs, plan, mesh)
         self.kept: dict[str, list[LocalParameter]] = {}
-        self._before: list[Tensor] = []  # copies of `kept` as before a step that has begun, if it can be undone
         buckets, unique = bucket_pairs(pairs, plan)
         self._views: list[tuple[nn.Parameter, Tensor]] = []
         self._buckets = [self._bucket(own, self.group_of(axis)) for axis, own in buckets]
@@ -200,9 +196,7 @@ class BucketedRuntime(DataRuntime):
         compression = self._plan.data.exchange_form(self._plan).compression
         send: Callable[[], Waitable] = partial(start_sum, buffer)
         if compression:
-            send, kept = registry.load("compressions", compression).sender(
-                buffer, parts, self._plan, start_sum, lambda: self.loss_scale
-            )
+            send, kept = registry.load("compressions", compression).sender(buffer, parts, self._plan, start_sum, self)
             for kind, tensor in kept:
                 self.kept.setdefault(kind, []).append(tensor)
         inside = self._mesh.group(inner_axis(parts[0][0].layout, self._plan))
@@ -218,26 +212,8 @@ class BucketedRuntime(DataRuntime):
     def begin_step(self) -> None:
         for weight in self._unique:
             weight.grad = None
-        self._undo()
-        if self.kept and BucketedAllReduce.of(self._plan).compression.can_undo:
-            self._before = [tensor.clone() for tensor in self._kept_tensors()]
+        self.begin_kept()
         self._reducer.begin_step()
-
-    def _kept_tensors(self) -> list[Tensor]:
-        return [parameter.tensor for parameters in self.kept.values() for parameter in parameters]
-
-    @torch.no_grad()
-    def _undo(self) -> None:
-        """Return what compression keeps to what it was before a step that has not been applied."""
-        if self._before:
-            torch_private.copy_all(self._kept_tensors(), self._before)
-        self._before = []
-
-    def finish_update(self) -> None:
-        self._before = []
-
-    def after_step(self, step: int) -> None:
-        self._undo()
 
     def launch_gradients(self) -> None:
         self._reducer.launch_rest()

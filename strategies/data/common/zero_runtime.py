@@ -64,10 +64,8 @@ class ChunkedWeight:
 
     def padding(self, regions: Tensor) -> list[Tensor]:
         """The parts of `regions` that no element of the weight is in."""
-        if not self.weight.dim():
-            return []
-        dim, size = self.dim, self.shape[self.dim]
-        full, rest = divmod(self.weight.shape[dim], size) if size else (len(regions), 0)
+        dim, size, lengths = self.dim, self.shape[self.dim], self.weight.shape or (len(regions),)
+        full, rest = divmod(lengths[dim], size) if size else (len(regions), 0)
         behind = [regions[full].narrow(dim, rest, size - rest)] if rest else []
         return [part for part in (*behind, regions[full + bool(rest) :]) if part.numel()]
 

@@ -20,15 +20,16 @@ from parallelrun.distributed import torch_private
 from parallelrun.distributed.comm import Waitable
 from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.contract.plan import Plan
+from parallelrun.training.loop.data_runtime import DataRuntime
 from parallelrun.training.loop.flat_tensors import flat_views, flatten
 
 from ..bucketed_plan import BucketedAllReduce
-from ..reducer import Kept, LossScale, Part, Sum
+from ..reducer import Kept, Part, Sum
 from .plan import PowerSGD, matrix_sizes, row_dim
 
 
 def sender(
-    buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum, loss_scale: LossScale
+    buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum, runtime: DataRuntime
 ) -> tuple[Callable[[], Waitable], Kept]:
     """Return a function that starts the exchange of `buffer`, in the messages that `PowerSGD.messages` predicts, and
     the tensors from which a resumed run goes on."""
@@ -39,7 +40,7 @@ def sender(
         return partial(start_sum, buffer), []
     names = {parameter.name for parameter, _ in factored}
     uncompressed = [gradient for parameter, gradient in parts if parameter.name not in names]
-    exchange = FactoredSum(uncompressed, factored, compression.rank, start_sum, loss_scale)
+    exchange = FactoredSum(uncompressed, factored, compression.rank, start_sum, lambda: runtime.loss_scale)
     return exchange.start, [kept for stack in exchange.stacks for kept in stack.kept(compression, plan)]
 
 
@@ -114,7 +115,7 @@ class Stack:
         torch.bmm(self.error.mT, self.left, out=self.summed_right)
         self.error.baddbmm_(self.left, self.summed_right.mT, alpha=-1)
 
-    def finish(self, loss_scale: float = 1.0) -> None:
+    def finish(self, loss_scale: float) -> None:
         """Replace the gradients by P Q^T with the summed Q."""
         if loss_scale != 1.0:
             self.error.div_(loss_scale)
@@ -147,7 +148,7 @@ class FactoredSum:
         factored: Sequence[Part],
         rank: int,
         start_sum: Sum,
-        loss_scale: LossScale = lambda: 1.0,
+        loss_scale: Callable[[], float] = lambda: 1.0,
     ):
         self._start_sum, self._loss_scale = start_sum, loss_scale
         self._uncompressed = list(uncompressed)
