@@ -298,6 +298,7 @@ EXPERTS: dict[str, Any] = {"model.experts": 4, "model.expert_period": 2}
 PLANS: dict[str, dict[str, Any]] = {
     "one": {},
     "ddp": {"dp": 2},
+    "powersgd": {"dp": 2, "strategy.data.compression": "powersgd"},
     "ring": {"dp": 3, "global_batch": 6, "strategy.data.kind": "ring"},
     "zero1": {"dp": 2, "strategy.data.kind": "zero1"},
     "zero2": {"dp": 2, "strategy.data.kind": "zero2"},

@@ -24,7 +24,7 @@ VERBS = {
 }
 _TOOL_TABLE = {  # tool -> (its module and function, what it does)
     "ls": ("cli.tools.listing:ls",
-        "list recipes, models, strategies, datasets, optimizers, precisions, clusters, trackers; ls keys"),
+        "list recipes, models, strategies, datasets, optimizers, precisions, clusters, trackers; ls keys, cells"),
     "show": ("cli.tools.listing:show", "print a recipe's composed configuration"),
     "recipes": ("cli.tools.gallery:main", "recipes ls, cp, validate: list, copy and check recipes"),
     "runs": ("cli.tools.runs:main", "runs ls, show: list run directories; show one of them"),
@@ -70,7 +70,7 @@ KINDS = {
     "stacks": "stack",
 }
 TRACKERS = "trackers"  # no configuration group: several at once
-KEYS = "keys"  # listed only on request: there are many
+ON_REQUEST = KEYS, CELLS = "keys", "cells"  # what `ls` lists only if it is named: there are many
 # Our flags and the names of their values in `argv.read`: switches, and flags that a value follows.
 SWITCHES = {"--json": "json", "-v": "verbose", "--verbose": "verbose", "--trust": "trust"}
 VALUED = {"-np": "ranks", "-H": "hosts", "--hostfile": "hostfile", "-hostfile": "hostfile",

@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from parallelrun.config.schema.run_schema import PrecisionConfig
 from parallelrun.distributed import comm
+from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.common.compression import half_precision, powersgd
-from parallelrun.training.loop.build import Training
+from parallelrun.training.loop.build import Training, build
+from parallelrun.training.loop.schedules import LossScaler
+from parallelrun.training.loop.step import train_step
 from tests.matrix import FULL
 from tests.parity import assert_equal, parity
+from tests.plans import tiny_config
 from tests.pool import run_ranks
 from tests.ranks import horovod_body as body
 
@@ -65,8 +70,8 @@ def test_a_compressed_plan_equals_its_rule_and_sends_what_it_says(cell):
 def error_forgotten(training: Training) -> None:
     right = powersgd.Stack.finish
 
-    def wrong(self: powersgd.Stack) -> None:
-        right(self)
+    def wrong(self: powersgd.Stack, loss_scale: float) -> None:
+        right(self, loss_scale)
         self.error.zero_()
 
     powersgd.Stack.finish = wrong
@@ -75,8 +80,8 @@ def error_forgotten(training: Training) -> None:
 def cold_start(training: Training) -> None:
     right = powersgd.Stack.finish
 
-    def wrong(self: powersgd.Stack) -> None:
-        right(self)
+    def wrong(self: powersgd.Stack, loss_scale: float) -> None:
+        right(self, loss_scale)
         self.right = self.first
 
     powersgd.Stack.finish = wrong
@@ -141,3 +146,28 @@ def test_what_was_sent_and_what_remains_are_all_gradients(rank):
         assert errors.norm() > 0.1 * gradients.norm(), "something is left out, or the test shows nothing"
     for number in range(len(results[0][3])):
         assert all(torch.equal(result[3][number], results[0][3][number]) for result in results)
+
+
+def losses_of(is_scaled: bool, skipped: int = 0) -> list[float]:
+    """Body of a rank: the losses of four steps of PowerSGD. is_scaled: under a loss scale that changes after each;
+    skipped: a step that is first computed with a gradient that is not finite."""
+    config = tiny_config({**compressed("powersgd", rank=2), "precision.name": "fp64", "sdc.every": 1})
+    training = build(config, resolve(config), torch.device("cpu"))
+    scaler = LossScaler(PrecisionConfig(loss_scale=8.0, scale_window=1), scaled=is_scaled)
+
+    def overflow(training: Training) -> None:
+        training.parameters[0].tensor.grad.fill_(torch.inf)
+
+    losses = []
+    for step in range(1, 5):
+        if step == skipped:
+            scaler.update(train_step(training, step, 0.05, scaler, observe=overflow).applied)
+        result = train_step(training, step, 0.05, scaler)
+        scaler.update(result.applied)
+        losses.append(result.loss)
+    return losses
+
+
+def test_errors_are_kept_without_the_loss_scale_and_without_steps_that_were_skipped() -> None:
+    usual = run_ranks(2, losses_of, False)
+    assert run_ranks(2, losses_of, True) == usual == run_ranks(2, losses_of, True, 3)

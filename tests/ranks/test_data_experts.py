@@ -57,10 +57,12 @@ CELLS: dict[str, dict[str, Any]] = {
     },
     "hsdp": {**THREE, "dp": 8, **FSDP, SHARD: 4},
     "hsdp whose shards are ep": {**HALF, **FSDP, SHARD: 2, "microbatches": 2},
+    "hsdp whose shards are ep, in a pipeline": {**HALF, **FSDP, SHARD: 2, "pp": 2},
 }  # fmt: skip
 # What the full matrix adds: the same of another strategy, or on eight ranks.
 FULL_MATRIX = (
-    "zero1 x tp", "zero2, no copies of experts", "fsdp, all experts everywhere", "hsdp", "fsdp x pp, gathered again"
+    "zero1 x tp", "zero2, no copies of experts", "fsdp, all experts everywhere", "hsdp", "fsdp x pp, gathered again",
+    "hsdp whose shards are ep, in a pipeline",
 )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ CELLS: dict[str, dict[str, Any]] = {
     },
     "2d summa, untied": {**SQUARE, **form("summa"), "model.tied_embeddings": False},
     "2d bert": {**SQUARE, "model.name": "bert", "dropout": 0.1},
-    "2x3 on 6, uneven and not square": {**OBLONG, **DROPS, **ONE_LAYER},
+    "2x3 on 6, six panels": {**OBLONG, **form("summa"), **DROPS, **ONE_LAYER},
     "2.5d dropout": {**TWO_STEPS, **DEEP, **DROPS, **ONE_LAYER, "recompute": "full"},
     "3d dropout": {**TWO_STEPS, **CUBE, **DROPS, **ONE_LAYER},
     "3d llama lean": {**CUBE, **llama(), **LEAN, **ONE_LAYER, "recompute": "full"},
@@ -70,10 +70,17 @@ CELLS: dict[str, dict[str, Any]] = {
     "2d dp zero1": {**ROWS, **data("zero1"), **ONE_LAYER},
     "2d dp fsdp": {**TWO_STEPS, **COLUMNS, **data("fsdp"), **ONE_LAYER},
     "2d pp zero_bubble": {**ROWS, **schedule("zero_bubble")},
+    "2d pp zero_bubble, panels": {**COLUMNS, **form("summa"), **schedule("zero_bubble")},
     "2d experts, ep over tp, recomputed": {**SQUARE, **EXPERTS, **ONE_LAYER, **SPANS, "recompute": "full"},
 }  # fmt: skip
 FULL_CELLS: dict[str, dict[str, Any]] = {
     "3x3 on 9": {**NINE, **ONE_LAYER},
+    "2x3 on 6, uneven and not square": {**OBLONG, **DROPS, **ONE_LAYER},
+    "2x4 of panels, llama": {
+        **SQUARE, **form("summa"), **llama(model__kv_heads=8), "tp": 8, "grid": "2x4", "model.heads": 8,
+    },
+    "2d of four pp zbv, panels": {**SQUARE, **form("summa"), **schedule("zbv"), **data("zero1")},
+    "2.5d pp zero_bubble, panels": {**DEEP, **form("summa"), **schedule("zero_bubble")},
     **{f"2d of four dp {name}": {**SQUARE, **data(name)} for name in ("zero1", "fsdp")},
     "2d of four pp zero_bubble": {**SQUARE, **schedule("zero_bubble")},
     "2.5d, two layers": {**DEEP, **DROPS, "recompute": "full"},

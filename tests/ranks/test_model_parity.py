@@ -42,6 +42,7 @@ ROLES = Frozen(
 )
 PLACED = {**MODULE, "model.roles": ROLES, "model.blocks": ("embed", "layers.*", "head")}
 SLICED = {**PLACED, "model.source": f"{NET}:build_sliceable", **SEQUENCE_PARALLEL}
+TWO_TABLES = {**MODULE, "model.source": f"{NET}:build_two_tables", "optimizer.clip": 0.05}
 CELLS: dict[str, dict[str, Any]] = {
     "dropout, tp": {"tp": 2, **DROPOUT},
     "dropout, tp, sequence parallel": {"tp": 2, **DROPOUT, **SEQUENCE_PARALLEL},
@@ -56,6 +57,10 @@ CELLS: dict[str, dict[str, Any]] = {
         **PLACED,
         "model.source": f"{NET}:build_two_tables",
         "model.roles": Frozen({**ROLES, "embed.kinds": "embedding"}),
+    },
+    "module, a weight without dims, zero2": {**TWO_STEPS, "dp": 2, **TWO_TABLES, "strategy.data.kind": "zero2"},
+    "module, a weight without dims, fsdp in a pipeline": {
+        **TWO_STEPS, "dp": 2, "pp": 2, **TWO_TABLES, **FSDP, "model.blocks": PLACED["model.blocks"],
     },
     "module, ddp, nothing said": {"dp": 2, **MODULE},
     "module, fsdp, nothing said": {"dp": 2, **MODULE, **FSDP, "model.arguments": Frozen({"tied": True})},
@@ -95,6 +100,10 @@ CELLS: dict[str, dict[str, Any]] = {
     "bert, fsdp and tp": {**BERT, "dp": 2, "tp": 2, **FSDP, **HEAD_BIAS},
 }  # fmt: skip
 if FULL:
+    CELLS["module, a weight without dims, hsdp"] = {"dp": 4, **TWO_TABLES, **FSDP, "strategy.data.shard": 2}
+    CELLS["module, a weight without dims, zero1 of three"] = {
+        "dp": 3, **TWO_TABLES, "strategy.data.kind": "zero1", "global_batch": 9,
+    }  # fmt: skip
     CELLS["module, sequence parallel, pp, zero1"] = {**CELLS["module, sequence parallel, zero1"], "pp": 2}
 
 

@@ -141,7 +141,6 @@ strategy=horovod dp=3 strategy.data.reduction=adasum
 strategy=horovod dp=2 strategy.data.powersgd_rank=2
 strategy=horovod dp=2 strategy.data.worker_batches=[1,2]
 strategy=horovod dp=4 strategy.data.process_sets=[[0,1],[1,2]]
-strategy=horovod dp=2 strategy.data.compression=powersgd precision=fp16
 strategy=diloco dp=2 strategy.data.outer_momentum=0
 strategy=local_sgd dp=2 strategy.data.outer_lr=0.1
 strategy=gpipe pp=5 model.layers=2

@@ -25,14 +25,15 @@ class Embed(nn.Module):
 
 
 class TwoTables(Embed):
-    """A second embedding, whose rows are not those of the vocabulary."""
+    """A second embedding, whose rows are not those of the vocabulary, and a weight without dims."""
 
     def __init__(self, vocab: int, hidden: int, seq: int):
         super().__init__(vocab, hidden, seq)
         self.kinds = nn.Embedding(3, hidden)
+        self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) + self.kinds(tokens % 3)
+        return self.scale * super().forward(tokens) + self.kinds(tokens % 3)
 
 
 class Layer(nn.Module):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from parallelrun.base import registry
 from parallelrun.base.errors import EXIT_OK, ConfigError, Problem
-from parallelrun.cli.help import HYDRA_FLAGS, KEYS, KINDS, OUR_FLAGS, TOOLS, TRACKERS, VERBS
+from parallelrun.cli.help import HYDRA_FLAGS, KINDS, ON_REQUEST, OUR_FLAGS, TOOLS, TRACKERS, VERBS
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS, MAPPINGS, known_keys
 from parallelrun.config.overrides import NAME_LISTS, SHORT_NAMES
@@ -46,7 +46,7 @@ def _of_tool(tool: str, words: Sequence[str]) -> list[str]:
         return [] if words[0] == "ls" else [*recipe_files.find()]
     by_tool = {
         "show": [*recipe_files.find()],
-        "ls": [*KINDS, TRACKERS, KEYS, "--json"],
+        "ls": [*KINDS, TRACKERS, *ON_REQUEST, "--json"],
         "doctor": ["--json"],
         "recipes": ["ls", "cp", "validate"],
         "runs": ["ls", "show"],

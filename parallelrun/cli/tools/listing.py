@@ -1,4 +1,4 @@
-"""`ls` lists the options of every group and the keys; `show` prints what a recipe composes to."""
+"""`ls` lists the options of every group, the keys, the matrix of compositions; `show` prints a recipe, composed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallelrun.base import registry
 from parallelrun.base.errors import EXIT_OK, ConfigError, Problem
 from parallelrun.cli import help
 from parallelrun.cli.argv import read
-from parallelrun.cli.help import KEYS, KINDS, TRACKERS
+from parallelrun.cli.help import CELLS, KEYS, KINDS, ON_REQUEST, TRACKERS
 from parallelrun.cli.json_output import print_json
 from parallelrun.config import presets
 from parallelrun.config.keys import known_keys, nearest
@@ -18,10 +18,17 @@ from parallelrun.config.keys import known_keys, nearest
 
 def ls(words: list[str]) -> int:
     """`parallelrun ls [kind] [--json]`."""
-    parser = argparse.ArgumentParser("parallelrun ls", description="List options with source and description, or keys.")
-    parser.add_argument("kind", nargs="?", default=None, help=", ".join([*KINDS, TRACKERS, KEYS]))
+    parser = argparse.ArgumentParser(
+        "parallelrun ls", description="List options with source and description, keys, or the matrix of compositions."
+    )
+    parser.add_argument("kind", nargs="?", default=None, help=", ".join([*KINDS, TRACKERS, *ON_REQUEST]))
     parser.add_argument("--json", action="store_true", help="one JSON document")
     arguments = parser.parse_args(words)
+    if arguments.kind == CELLS:
+        from parallelrun.cli.tools import cells
+
+        cells.main(arguments.json)
+        return EXIT_OK
     kinds = [*KINDS, TRACKERS] if arguments.kind is None else [_kind(arguments.kind)]
     special = {KEYS: _keys, TRACKERS: _trackers}
     rows_of_kind = {kind: special[kind]() if kind in special else _options(kind) for kind in kinds}
@@ -35,8 +42,10 @@ def ls(words: list[str]) -> int:
 def _kind(word: str) -> str:
     by_group = {**{group: kind for kind, group in KINDS.items()}, "tracker": TRACKERS}
     kind = by_group.get(word, word)
-    if kind not in (*KINDS, TRACKERS, KEYS):
-        suggestion = " or ".join(f"ls {kind}" for kind in nearest(word, [*KINDS, TRACKERS, KEYS, *by_group]) or KINDS)
+    if kind not in (*KINDS, TRACKERS, *ON_REQUEST):
+        suggestion = " or ".join(
+            f"ls {kind}" for kind in nearest(word, [*KINDS, TRACKERS, *ON_REQUEST, *by_group]) or KINDS
+        )
         raise ConfigError(Problem(f"ls {word}: no such kind", "command line", suggestion))
     return kind
 

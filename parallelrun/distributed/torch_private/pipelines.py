@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 def trust_metadata(stage: PipelineStage) -> None:
     """Switch off a pipeline stage's check that its inputs and outputs have the shapes and strides of its metadata.
 
-    torch 2.11 also checks tensors that are never sent; torch 2.13 does not.
+    torch 2.11 also checks tensors that are never sent; torch 2.13 does not. It cleans up after an inference of metadata
+    that did not take place, and with that drops buffers of gradients in the first step.
     """
     unchecked: Any = stage
+    unchecked._post_metadata_inference_cleanup = lambda: None
     unchecked._validate_fwd_input = unchecked._validate_fwd_outputs = lambda *_: None
 
 

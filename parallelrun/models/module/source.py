@@ -83,7 +83,8 @@ def _replace_batch_norms(module: nn.Module) -> list[Problem]:
 
 
 def _unfit_norm(part: Any) -> str:
-    """Why one of torch's BatchNorms cannot be replaced; empty if it can."""
+    """Why one of torch's BatchNorms cannot be replaced; empty if it can. Statistics of evaluation are part of the model
+    here, and a class of its own may compute anything."""
     if type(part) not in REPLACED_NORMS:
         return ", a class of its own"
     if part.running_mean is None or part.momentum is None:

@@ -50,7 +50,8 @@ def is_own(part: nn.Module) -> bool:
 
 def watched(module: nn.Module) -> tuple[int, list[int]]:
     """The number of experts of a layer, and a list to which the number that each token chooses is added when the module
-    runs; 0 and an empty list without experts. Raises ConfigError if layers have different numbers."""
+    runs; 0 and an empty list without experts. Raises ConfigError if layers have different numbers: one ep divides all,
+    and a model has one router's settings."""
     parts = {name: part for name, part in module.named_modules() if is_own(part)}
     numbers = {int(part.get_parameter(DOWN).size(0)): name for name, part in parts.items()}
     if len(numbers) > 1:

@@ -63,7 +63,7 @@ def check(model: ModelConfig) -> list[Problem]:
         message = f"model.qk_rope_head_dim={sizes.rope} is odd: positions turn pairs of features"
         fix = f"model.qk_rope_head_dim={sizes.rope + 1}"
         problems.append(Problem(message, "model.qk_rope_head_dim", fix, kind="arithmetic"))
-    if sizes.value > sizes.head_dim:
+    if sizes.value > sizes.head_dim:  # zeros would have to stand behind queries and keys; no published model needs it
         message = f"model.v_head_dim={sizes.value} is above qk_nope_head_dim + qk_rope_head_dim = {sizes.head_dim}"
         problems.append(Problem(message, "model.v_head_dim", f"model.v_head_dim={sizes.head_dim}", kind="not_built"))
     if model.position != "rope":

@@ -36,12 +36,14 @@ class ExchangeForm:
 
     scatters_once: gradients are scattered once a step, not in every backward pass. gathers_again: weights are gathered
     twice a microbatch, not once a step. gathers_rounded: in the compute dtype. compression: of the messages, by name.
+    can_undo: what compression keeps is copied in each step, which may not be applied.
     """
 
     scatters_once: bool = False
     gathers_again: bool = False
     gathers_rounded: bool = False
     compression: str = ""
+    can_undo: bool = False
 
 
 @dataclass(frozen=True)

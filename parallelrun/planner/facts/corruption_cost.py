@@ -53,7 +53,8 @@ def checks(plan: Plan, config: Config) -> Checks | None:
     times = {CONTROL: 0, SYNC: 0, MOMENTUM: 0, UPDATED: 0 if plan.data.independent else EXCHANGES}  # apart, none meet
     sent = sum(times.get(row.purpose, 1) * row.wire_bytes for row in rows)
     weights, states, lone = max(_bytes_of(plan, ranks[0]) for ranks in pp_rank_classes(plan))
-    copied = 2 * weights + states  # the state of the last check, and the first weights
+    compressed = plan.data.saved_bytes(plan) // plan.num_workers
+    copied = 2 * (weights + compressed) + states  # the state of the last check, and the first weights
     without_time = Checks(
         every, copied, small.batch.global_batch, flops / every, sent, lone / states if states else 0.0
     )

@@ -54,7 +54,7 @@ def degree(config: Config, requested: int | None, degrees: Degrees, experts: int
         return largest
     legal = either("ep", nearest(requested, [n for n in possible if n > 1] or [1]))
     violations = []
-    if requested > 1 and requested % tp:
+    if requested > 1 and requested % tp:  # ep=tp x n, or features over tp, gives a rank as many weights of experts
         message = f"{SPANS}: ep={requested} is not made of complete groups of tp={tp}; parts of them are not built"
         violations.append(Problem(message, "ep", f"{legal} or leave {SPANS} out", kind="not_built"))
     for key, number, message in (

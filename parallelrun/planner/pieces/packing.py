@@ -15,7 +15,8 @@ from parallelrun.planner.model.model_spec import MEASURED, BlockSpec, ModelSpec
 
 def packed_spec(config: Config, spec: ModelSpec, problems: list[Problem]) -> ModelSpec:
     """The spec of the samples that the dataset makes. Adds a problem for a model that mixes what is in a sample, or
-    that replaces the dataset's targets by its own."""
+    that replaces the dataset's targets by its own. A user's module is called with tokens alone: it would need an
+    argument for documents, which its attention and positions have to read."""
     if definitions.dataset(config).has_ignored(config):
         spec = replace(spec, hides_targets=True)
         if spec.mask_token is not None:

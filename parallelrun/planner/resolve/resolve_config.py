@@ -121,12 +121,17 @@ def _num_trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> int:
     most_tp = spec.heads**2 or max(spec.hidden, 1)  # a grid of heads x heads
     if trial.pp > partition.num_cuttable(spec) or trial.tp > most_tp or (type(size) is int and size % trial.dp):
         return LARGEST
-    problems = rules.check_images(spec, config, trial.tp)
-    if problems:
-        return len(problems)
-    trial.ep = expert_axes.degree(config, config.ep, trial, spec.experts, problems)
-    solved = PlanDraft.of(config, spec, trial).solve(problems)
+    solved = solve_degrees(config, spec, trial)
     return 0 if isinstance(solved, Plan) else len(solved)
+
+
+def solve_degrees(config: Config, spec: ModelSpec, degrees: Degrees) -> Plan | list[Problem]:
+    """Return the plan of these degrees, of which ep is filled in, or the violations. config: narrowed."""
+    problems = rules.check_images(spec, config, degrees.tp)
+    if problems:
+        return problems
+    degrees.ep = expert_axes.degree(config, config.ep, degrees, spec.experts, problems)
+    return PlanDraft.of(config, spec, degrees).solve(problems)
 
 
 def _servers(config: Config, cluster: ClusterSpec | None, problems: list[Problem]) -> int:

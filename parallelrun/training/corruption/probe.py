@@ -78,7 +78,8 @@ def bits_of_pass(training: Training, step: int, loss_scale: float) -> PassBits:
 
 
 class Probe:
-    """Keeps the weights with which the run began, in host memory, a few small batches, and the bits that they give.
+    """Keeps the weights with which the run began and what a compression kept, in host memory, a few small batches,
+    and the bits that they give.
 
     repeats: whether a second pass at the start has given the same bits; a probe that does not repeat itself is unused.
     """
@@ -89,7 +90,10 @@ class Probe:
         reader = Reader(first.split, first.sampler, plan, training.mesh)
         runner = build_runner(training.model_parts, plan, training.mesh)
         self._training = replace(training, plan=plan, reader=reader, runner=runner)
-        self._weights = [parameter.tensor.detach() for parameter in training.held]
+        read = [*training.held]
+        if plan.data.saved_bytes(plan):  # of a compression, on which gradients depend
+            read += [parameter for parameters in training.data.kept.values() for parameter in parameters]
+        self._weights = [parameter.tensor.detach() for parameter in read]
         self._copies = [weight.to("cpu", copy=True) for weight in self._weights]
         # The first pass of a pipeline sends more messages: the stages agree on shapes.
         _, *self._expected, again = self._run([0, *range(NUM_BATCHES), 0])

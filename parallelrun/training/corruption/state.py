@@ -77,10 +77,10 @@ class Snapshot:
 
         State that the optimizer has created since then begins with zeros, as when it is created.
         """
+        self._training.data.drop_step()  # an update that was skipped
         for name, tensor in state_of(self._training).items():
             copy = self._copies.get(name)
             tensor.zero_() if copy is None else tensor.copy_(copy)
         self._scaler.load_state(self._scaling)
-        self._training.data.drop_step()  # an update that was skipped
         self._training.data.finish_update()
         return self.step

@@ -16,6 +16,7 @@ from parallelrun.base import registry
 from parallelrun.base.context import WorkerContext
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.config.schema.run_schema import Config
+from parallelrun.distributed import torch_private
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.planner.contract.parameters import HeldParameter, LocalParameter, held_parameters
 from parallelrun.planner.contract.plan import Plan
@@ -84,11 +85,13 @@ class DataRuntime:
     (DiLoCo's outer state) or sharded over them. flat_gradients: flat buffers by the axis over which gradients are
     summed (`replica_axis`).
     After `finish_gradients` the buffers of an axis hold the gradients of all its `parameters`, padded with zeros; an
-    axis without buffers is absent.
+    axis without buffers is absent. loss_scale: the factor of this step's gradients.
     """
 
     flat_gradients: Mapping[str, Sequence[Tensor]] = MappingProxyType({})
     kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({})
+    loss_scale: float = 1.0
+    _kept_before: Sequence[Tensor] = ()  # copies of `kept` as before a step that has begun, if that can be undone
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
         local = [LocalParameter(held.name, p, held.spec, held.layout, held.shared) for held, p in pairs]
@@ -122,6 +125,21 @@ class DataRuntime:
         for parameter in self.parameters:
             parameter.tensor.grad = None
 
+    def begin_kept(self) -> None:
+        """Copy `kept`, if it is of a compression that can undo a step, as it was after the last applied step."""
+        self._undo_kept()
+        if self._plan.data.exchange_form(self._plan).can_undo:
+            self._kept_before = [tensor.clone() for tensor in self._kept_tensors()]
+
+    def _kept_tensors(self) -> list[Tensor]:
+        return [parameter.tensor for parameters in self.kept.values() for parameter in parameters]
+
+    @torch.no_grad()
+    def _undo_kept(self) -> None:
+        if self._kept_before:
+            torch_private.copy_all(self._kept_tensors(), self._kept_before)
+        self._kept_before = ()
+
     def drop_step(self) -> None:
         """Forget a step that has begun: its gradients are not applied."""
         self.begin_step()
@@ -135,9 +153,11 @@ class DataRuntime:
 
     def finish_update(self) -> None:
         """Copy the optimizer's update into the module's weights. Also called after a checkpoint has been loaded."""
+        self._kept_before = ()
 
     def after_load(self, kept: Sequence[str]) -> None:
         """Called after a checkpoint has been loaded. kept: the kinds of additional tensors that it contains."""
 
     def after_step(self, step: int) -> None:
         """Called on all ranks at the end of step `step` (from 1), whether or not an update was applied."""
+        self._undo_kept()

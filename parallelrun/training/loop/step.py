@@ -115,6 +115,7 @@ def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> 
     has_batch = training.plan.data.has_batch(step, training.mesh.coordinate.get("dp", 0))
     with torch_private.phase("read samples"):
         batch = training.reader.batch(step) if has_batch else None
+    training.data.loss_scale = loss_scale
     training.data.begin_step()
     everyone, mine = count_valid(training, batch, step)
     with torch_private.phase("forward and backward"):

@@ -7,27 +7,12 @@ from collections.abc import Sequence
 from functools import cache
 from math import prod
 
-from parallelrun.base.errors import Problem
 from parallelrun.base.layout import Layout
 from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters, element_bytes, held_parameters
 from parallelrun.planner.contract.plan import Collective, Plan, once
-from parallelrun.planner.contract.request import Request
 from parallelrun.planner.pieces.expert_axes import inner_axis
 
 from .buckets import Shape, exchanged_numel, reduce_bytes
-
-
-def check_shardable(request: Request, kind: str, frozen_too: bool = True) -> list[Problem]:
-    """A parameter without dims has no dim 0 to shard. frozen_too: parameters that are not trained are sharded."""
-    if request.num_data_ranks == 1:
-        return []
-    over = f"dp={request.dp}" if request.cp == 1 else f"dp x cp={request.num_data_ranks}"
-    where, fix = "strategy.data.kind", "strategy.data.kind=ddp, or give the parameter the shape (1,)"
-    for parameter in request.spec.parameters.values():
-        if not parameter.shape and (frozen_too or not parameter.frozen):
-            message = f"{where}={kind} splits dim 0 of every parameter over {over}, but {parameter.name} has no dims"
-            return [Problem(message, where, fix, kind="not_built")]
-    return []
 
 
 def trained_parameters(plan: Plan, pp_rank: int) -> list[HeldParameter]:

@@ -90,4 +90,7 @@ class BucketedAllReduce(DataStrategy):
         return self.compression.equivalence(plan)
 
     def exchange_form(self, plan: Plan) -> ExchangeForm:
-        return ExchangeForm(compression=self.compression.kind if self.compression.compresses else "")
+        compression = self.compression
+        return ExchangeForm(
+            compression=compression.kind if compression.compresses else "", can_undo=compression.can_undo
+        )

@@ -84,6 +84,7 @@ def exchanged_numel(parameter: HeldParameter, shape: Shape, plan: Plan, padded: 
 
 def padded_numel(shape: Sequence[int], parts: int, dim: int = 0) -> int:
     """Elements of a tensor whose dim `dim` is padded to `parts` equal chunks, as `torch.chunk` sizes them."""
+    shape = shape or (parts,)  # without dims it is in every part
     return parts * -(-shape[dim] // parts) * prod(shape[:dim]) * prod(shape[dim + 1 :])
 
 
@@ -107,7 +108,7 @@ def shard_dim(parameter: ParameterSpec, tensor_layout: Layout, axis: str, plan: 
 
 
 def shard_layout(parameter: ParameterSpec, tensor_layout: Layout, axis: str, plan: Plan) -> Layout:
-    """The layout of a parameter that is sharded over its copies on `axis`."""
-    if plan.mesh.size(axis) == 1:
+    """The layout of a parameter that is sharded over its copies on `axis`. One without dims stays complete."""
+    if plan.mesh.size(axis) == 1 or not parameter.shape:
         return tensor_layout
     return tensor_layout.split(shard_dim(parameter, tensor_layout, axis, plan), axis)

@@ -196,7 +196,7 @@ class BucketedRuntime(DataRuntime):
         compression = self._plan.data.exchange_form(self._plan).compression
         send: Callable[[], Waitable] = partial(start_sum, buffer)
         if compression:
-            send, kept = registry.load("compressions", compression).sender(buffer, parts, self._plan, start_sum)
+            send, kept = registry.load("compressions", compression).sender(buffer, parts, self._plan, start_sum, self)
             for kind, tensor in kept:
                 self.kept.setdefault(kind, []).append(tensor)
         inside = self._mesh.group(inner_axis(parts[0][0].layout, self._plan))
@@ -212,6 +212,7 @@ class BucketedRuntime(DataRuntime):
     def begin_step(self) -> None:
         for weight in self._unique:
             weight.grad = None
+        self.begin_kept()
         self._reducer.begin_step()
 
     def launch_gradients(self) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallelrun.base.errors import Problem
 from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
 from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy, ExchangeForm
@@ -23,7 +22,7 @@ from parallelrun.planner.model.model_spec import ParameterSpec
 from parallelrun.planner.pieces.expert_axes import replica_axis
 from parallelrun.planner.predict.prediction import merge
 
-from .bucket_prediction import RankBuckets, buckets_of, check_shardable, final_collectives
+from .bucket_prediction import RankBuckets, buckets_of, final_collectives
 from .buckets import ROUNDED_ROLES, Shape, is_summed, partition, reduce_bytes, shard_dim, shard_layout
 from .keys import BucketKeys
 
@@ -35,10 +34,6 @@ class ZeRO(DataStrategy):
     takes_experts = True
     takes_context = True
     rounds_weights = True
-
-    @classmethod
-    def check(cls, request: Request) -> list[Problem]:
-        return check_shardable(request, cls.kind, frozen_too=False)
 
     @classmethod
     def resolve(cls, request: Request) -> ZeRO:

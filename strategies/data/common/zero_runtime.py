@@ -31,7 +31,7 @@ from .reducer import GradientBucket, Reducer
 
 @dataclass(frozen=True)
 class ChunkedWeight:
-    """One weight and its chunks along `dim`.
+    """One weight and its chunks along `dim`. One without dims is a chunk of (1,) that each rank sums and updates.
 
     shape: of a chunk; along dim 0 it may be padded. mine: this rank's chunk, contiguous, in the stored dtype. It shares
     the weight's storage where it is contiguous there (`dim` 0, or one expert) and the weight is not rounded.
@@ -52,6 +52,8 @@ class ChunkedWeight:
 
         tensor: of the weight's shape. Padding is in no pair.
         """
+        if not tensor.dim():
+            return [(region[0], tensor) for region in regions]
         dim, size = self.dim, self.shape[self.dim]
         if size == 0:
             return []
@@ -62,8 +64,8 @@ class ChunkedWeight:
 
     def padding(self, regions: Tensor) -> list[Tensor]:
         """The parts of `regions` that no element of the weight is in."""
-        dim, size = self.dim, self.shape[self.dim]
-        full, rest = divmod(self.weight.shape[dim], size) if size else (len(regions), 0)
+        dim, size, lengths = self.dim, self.shape[self.dim], self.weight.shape or (len(regions),)
+        full, rest = divmod(lengths[dim], size) if size else (len(regions), 0)
         behind = [regions[full].narrow(dim, rest, size - rest)] if rest else []
         return [part for part in (*behind, regions[full + bool(rest) :]) if part.numel()]
 
@@ -76,10 +78,11 @@ def cut(parameter: HeldParameter, weight: nn.Parameter, group: Group, plan: Plan
     """Cut a weight that has copies on the ranks of `group`, and round it if the plan says so."""
     spec, layout = parameter.spec, parameter.layout
     dim = shard_dim(spec, layout, replica_axis(layout, plan), plan)
-    shape = list(weight.shape)
-    shape[dim] = -(-shape[dim] // group.size)
-    start, stop = chunk_range(weight.shape[dim], group.size, group.index)
-    part = weight.detach().narrow(dim, start, stop - start)
+    shape, part = list(weight.shape) or [1], weight.detach()
+    if weight.dim():
+        shape[dim] = -(-shape[dim] // group.size)
+        start, stop = chunk_range(weight.shape[dim], group.size, group.index)
+        part = part.narrow(dim, start, stop - start)
     dtype = plan.data.weight_dtype(spec, layout, plan)
     if dtype != plan.precision.stored:
         part = part.clone(memory_format=torch.contiguous_format)

@@ -33,7 +33,8 @@ def _check_shard(request: Request) -> list[Problem]:
 
 
 def _check_empty_vocabulary_shard(request: Request) -> list[Problem]:
-    """torch's FSDP2 cannot reduce a gradient without elements: every tensor rank needs a row of the vocabulary."""
+    """torch's FSDP2 cannot reduce a gradient without elements: every tensor rank needs a row of the vocabulary, which
+    is smaller than tp only in examples."""
     rows, tp = request.spec.vocab, request.tp
     if request.num_data_ranks == 1 or tp == 1 or _smallest_part(request):
         return []
@@ -51,7 +52,9 @@ def _smallest_part(request: Request) -> int:
 
 
 def _check_split_backward(request: Request) -> list[Problem]:
-    """Where weight gradients are computed separately, nothing can follow from the end of a backward pass."""
+    """Where weight gradients are computed separately, nothing can follow from the end of a backward pass. A W pass
+    computes those of all blocks of a stage: it would gather all of the stage's weights again, a third time for each
+    microbatch, and hold all of its gradients, so that the peak would be that of keeping them."""
     if not splits_backward(request):
         return []
     data, kind = FSDPConfig.of(request.config), request.config.strategy.pipeline.kind

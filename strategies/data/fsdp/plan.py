@@ -21,7 +21,7 @@ from parallelrun.planner.memory.peak import gradient_bytes
 from parallelrun.planner.model.model_spec import ParameterSpec
 from parallelrun.planner.predict.prediction import merge
 
-from ..common.bucket_prediction import buckets_of, check_shardable, final_collectives, local_shapes
+from ..common.bucket_prediction import buckets_of, final_collectives, local_shapes
 from ..common.buckets import padded_numel, reduce_bytes, shard_dim
 from ..common.keys import FSDPConfig
 from . import checks
@@ -43,7 +43,7 @@ class FSDP(UnitSharding):
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
-        return [*check_shardable(request, cls.kind), *checks.check(request)]
+        return checks.check(request)
 
     @classmethod
     def resolve(cls, request: Request) -> FSDP:

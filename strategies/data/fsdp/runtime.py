@@ -65,7 +65,8 @@ class FSDPRuntime(DataRuntime):
         both = zip(self.parameters, trained(pairs))
         self._sharded = [(parameter, weight) for parameter, (_, weight) in both if parameter.tensor is not weight]
         self._unsharded = UnshardedGradients(pairs, plan, mesh)
-        self.flat_gradients = by_axis((group.axis, flat) for group, flat in self._unsharded.flat)
+        flat_axes = ((group.axis, flat) for group, flat in self._unsharded.flat)
+        self.flat_gradients = by_axis(pair for pair in flat_axes if pair[0] != plan.data_axis)  # which has shards, too
         self._num_backwards = dict.fromkeys(parts, 0)
         self._is_last: dict[object, bool] = {}  # what each root has been told
         self._left_gathered = False

@@ -141,8 +141,8 @@ def shard_axis(plan: Plan, layout: Layout | None = None) -> str:
 
 
 def is_unsharded(parameter: HeldParameter, plan: Plan) -> bool:
-    """Whether a parameter is in no unit because it has no copies to shard over."""
-    return plan.mesh.size(shard_axis(plan, parameter.layout)) == 1
+    """Whether a parameter is in no unit because it has no copies to shard over, or no dims."""
+    return not parameter.spec.shape or plan.mesh.size(shard_axis(plan, parameter.layout)) == 1
 
 
 def _counted_blocks(stage: Stage, plan: Plan, counted: bool) -> list[tuple[str, bool, int]]:

@@ -55,7 +55,7 @@ class Horovod(AlgorithmAllReduce):
     @classmethod
     def check_algorithm(cls, request: Request) -> list[Problem]:
         problems, has_sets = super().check_algorithm(request), HorovodConfig.of(request.config).process_sets
-        if not problems and has_sets and cls.requested_algorithm(request).has_groups:
+        if not problems and has_sets and cls.requested_algorithm(request).has_groups:  # as in Horovod itself
             message = "the inner groups of algorithm=hierarchical are of all workers, not of a process set"
             problems = [Problem(message, "strategy.data.algorithm", "strategy.data.algorithm=ring", kind="not_built")]
         return problems

@@ -273,13 +273,13 @@ def _check_unsupported(request: Request) -> list[Problem]:
         message = f"{key}={router.bias_rate} needs the expert load of the global batch"
         message += ", which workers of ps do not exchange"
         problems.append(Problem(message, key, f"{key}=0, or strategy.data.kind=ddp", kind="not_built"))
-    if request.config.model.lora.base_dtype is not None:
+    if request.config.model.lora.base_dtype is not None:  # 16 bits do not pay where every worker pulls all weights
         message = "model.lora.base_dtype: servers of ps store weights in the dtype of the precision"
         problems.append(Problem(message, "model.lora.base_dtype", "strategy.data.kind=ddp", kind="not_built"))
     if not OPTIMIZERS[request.config.optimizer.name].elementwise:
         message = f"optimizer={request.config.optimizer.name} updates complete matrices; servers of ps hold pieces"
         problems.append(Problem(message, "optimizer", "optimizer=adamw or strategy=ddp", kind="undefined"))
-    if request.config.sdc.every:
+    if request.config.sdc.every:  # a step that is undone was pushed, and others may have read what followed
         message = "sdc.every looks for silent data corruption in steps that all ranks take, not on parameter servers"
         problems.append(Problem(message, "sdc.every", "sdc.every=0 or strategy=ddp", kind="not_built"))
     return problems

@@ -197,7 +197,10 @@ def _over_tp(layers: list[BlockSpec], plan: Plan) -> list[Collective]:
 
 
 def _check_tensor(request: Request) -> list[Problem]:
-    """An expert is split by all of tp or by none of it, whose ranks then divide the tokens of every sequence."""
+    """An expert is split by all of tp or by none of it, whose ranks then divide the tokens of every sequence.
+
+    With parts of tp, a rank would hold as many weights as with ep over tp, and sum activations besides. Somebody else's
+    router has chosen for all tokens before ranks could divide them."""
     key, tp, seq = f"{KEY}.tp", _token_ranks(request), request.spec.seq
     said, fix, parts = f"{key}={request.config.strategy.expert.tp}", f"leave {key} out", tp * request.cp
     same = "" if tp == request.tp else f" (the ranks of tp={request.tp} with the same tokens)"

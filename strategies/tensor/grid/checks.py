@@ -76,7 +76,7 @@ class GridRequest:
         return self.without_batch.choice.sample_parts()
 
     def check(self) -> list[Problem]:
-        request, problems = self.request, self._excluded() + self._summa()
+        request, problems = self.request, self._excluded()
         lesson = definitions.model(request.config).is_lesson
         if unbuilt := self._unbuilt():
             return problems + unbuilt
@@ -92,7 +92,7 @@ class GridRequest:
     def is_legal(self) -> bool:
         """Whether `check` finds nothing."""
         request, sizes = self.request, self.sizes
-        if sizes is None or self._excluded() or self._summa() or self._unbuilt():
+        if sizes is None or self._excluded() or self._unbuilt():
             return False
         if request.tp == 1 or definitions.model(request.config).is_lesson:
             return True
@@ -102,18 +102,12 @@ class GridRequest:
         return replace(self, request=request)
 
     def _excluded(self) -> list[Problem]:
-        """Return settings that a split backward cannot run: SUMMA, and operands that both halves would gather."""
+        """Operands that both halves of a split backward would gather again: more traffic than the memory is worth."""
         tensor, pipeline = GridConfig.of(self.request.config), self.request.config.strategy.pipeline.kind
-        if self.request.tp == 1 or not splits_backward(self.request):
+        if self.request.tp == 1 or tensor.save_gathered or not splits_backward(self.request):
             return []
-        problems = []
-        if not tensor.save_gathered:
-            message = f"{SAVE}=false under {pipeline}: both halves of its backward would gather again"
-            problems.append(Problem(message, SAVE, f"{SAVE}=true or schedule=1f1b", kind="undefined"))
-        if self.form == "summa":
-            message = f"{FORM}=summa under {pipeline}: its panels cannot be cut into two halves of backward"
-            problems.append(Problem(message, FORM, f"{FORM}=auto or schedule=1f1b", kind="undefined"))
-        return problems
+        message = f"{SAVE}=false under {pipeline}: both halves of its backward would gather again"
+        return [Problem(message, SAVE, f"{SAVE}=true or schedule=1f1b", kind="undefined")]
 
     def _roles(self) -> list[Problem]:
         """Samples and features are split everywhere, so every layer with parameters must be one that knows how."""
@@ -150,19 +144,9 @@ class GridRequest:
         )
         return [Problem(message, "layout", "layout=1d", kind="not_built")]
 
-    def _summa(self) -> list[Problem]:
-        """Panels go round a square; other grids gather."""
-        try:
-            grid = read_grid(GridConfig.of(self.request.config).grid)
-        except ValueError:
-            return []
-        if self.form != "summa" or grid is None or grid[0] == grid[1]:
-            return []
-        message = f"{FORM}=summa on a grid of {grid[0]}x{grid[1]}: panels of one width need a square grid"
-        return [Problem(message, FORM, f"{FORM}=stationary_y or {FORM}=auto", kind="undefined")]
-
     def _indivisible(self, sizes: dict[str, int]) -> list[Problem]:
-        """One problem per size, with the nearest tp and the nearest sizes that fit."""
+        """One problem per size, with the nearest tp and the nearest sizes that fit. Copies of kv heads would be partial
+        over a part of an axis of features, which the forms of products do not know; layout 1d has them."""
         parts: dict[tuple[str, int], int] = {}
         for misfit in self.without_batch.choice.misfits():
             place = (misfit.key, misfit.size)
@@ -263,10 +247,8 @@ class GridRequest:
                     yield candidate
 
     def _is_legal(self, other: GridRequest) -> bool:
-        """Whether tp makes a grid in another request where the sizes divide and SUMMA works, if it does here."""
-        if other.sizes is None or other.without_batch.choice.misfits():
-            return False
-        return bool(self._summa()) or not other._summa()
+        """Whether tp makes a grid in another request where the sizes divide."""
+        return other.sizes is not None and not other.without_batch.choice.misfits()
 
     def _with(self, **settings: Any) -> GridRequest:
         """The request with other settings of the tensor strategy."""

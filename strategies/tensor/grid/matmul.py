@@ -69,7 +69,7 @@ def multiply(
     """
     stored = [weight for weight, _ in weights]
     if product.panels:
-        out = summa.multiply(x, stored, product, mesh, options.reduce)
+        out = summa.multiply(x, stored, product, mesh, options.reduce, options.fused)
     else:
         weight = weight_packing(product, mesh, stored, out_features)
         inputs = input_packing(x, move_group(product.gather_x, mesh))

@@ -88,14 +88,17 @@ class _Grid:
 
 
 def multiply(
-    x: Tensor, weights: Sequence[Tensor], product: Product, mesh: Mesh, reduce: torch.dtype
+    x: Tensor, weights: Sequence[Tensor], product: Product, mesh: Mesh, reduce: torch.dtype, fused: bool
 ) -> tuple[Tensor, ...]:
-    """X times each weight, without bias. One node gives both gradients, which share a pass over the panels; a plan with
-    a split backward refuses this form."""
+    """X times each weight, without bias. fused: one node gives both gradients, which share a pass over the panels; else
+    one node gives dX, and one that adds nothing gives dW."""
     (across,), (along,) = product.x.features, product.weight.dims[1]
     count = num_panels(product, mesh.shape.sizes)
     grid = _Grid(Panels(mesh.group(across), count, ACTIVATIONS), Panels(mesh.group(along), count, WEIGHTS), reduce)
-    return apply_to_all(_Summa, x, grid, *weights)
+    if fused:
+        return apply_to_all(_Summa, x, grid, *weights)
+    out = apply_to_all(_Summa, x, grid, *(weight.detach() for weight in weights))
+    return tuple(y.add_(zero) for y, zero in zip(out, apply_to_all(_OfWeights, x.detach(), grid, *weights)))
 
 
 class _Summa(torch.autograd.Function):
@@ -144,6 +147,16 @@ class _Summa(torch.autograd.Function):
         own = dw.split(widths) if dw is not None else [None] * len(weights)
         gradients = [None if part is None else part.to(weight.dtype) for part, weight in zip(own, weights)]
         return None if dx is None else dx.view(shape), None, *gradients
+
+
+class _OfWeights(_Summa):
+    """Zeros with the gradients of the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: _Grid, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.grid = grid
+        ctx.save_for_backward(x, *weights)
+        return tuple(x.new_zeros(()).expand(*x.shape[:-1], weight.size(0)) for weight in weights)
 
 
 def _packed(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

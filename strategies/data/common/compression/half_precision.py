@@ -9,12 +9,15 @@ from torch import Tensor
 
 from parallelrun.distributed.comm import Waitable
 from parallelrun.planner.contract.plan import Plan
+from parallelrun.training.loop.data_runtime import DataRuntime
 
 from ..bucketed_plan import BucketedAllReduce
 from ..reducer import Kept, Part, Sum
 
 
-def sender(buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum) -> tuple[Callable[[], Waitable], Kept]:
+def sender(
+    buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum, runtime: DataRuntime
+) -> tuple[Callable[[], Waitable], Kept]:
     """Return a function that starts the exchange of `buffer`. A resumed run needs nothing of it."""
     return HalfSum(buffer, start_sum, getattr(torch, BucketedAllReduce.of(plan).compression.dtype(plan))).start, []
 

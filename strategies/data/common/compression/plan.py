@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.layout import Layout
-from parallelrun.base.precision import BYTES
+from parallelrun.base.precision import BYTES, TABLE
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters
 from parallelrun.planner.contract.plan import Equivalence, Plan
@@ -41,13 +41,16 @@ class SummedMessage:
 
 @dataclass(frozen=True)
 class Compression:
-    """The base class, which sends gradients as they are. rank: columns of PowerSGD's factors; 0: there are none."""
+    """The base class, which sends gradients as they are. rank: columns of PowerSGD's factors; 0: there are none.
+    can_undo: what it keeps is copied in each step: one that is not applied (fp16) or is repeated (sdc) leaves no trace.
+    """
 
     compresses: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True  # every element is sent by itself
 
     kind: str = field(default="none", init=False)
     rank: int = 0
+    can_undo: bool = False
 
     @classmethod
     def of(cls, config: Config) -> Compression:
@@ -130,18 +133,8 @@ class PowerSGD(Compression):
 
     @classmethod
     def of(cls, config: Config) -> PowerSGD:
-        return cls(CompressionKeys.of(config).powersgd_rank or DEFAULT_RANK)
-
-    def check(self, request: Request) -> list[Problem]:
-        problems = super().check(request)
-        if request.config.precision.name == "fp16" and request.dp > 1:
-            message = "PowerSGD's error feedback is invalid after the fp16 loss scale changes"
-            problems.insert(0, Problem(message, "strategy.data.compression", "precision=bf16", kind="undefined"))
-        if request.config.sdc.every and request.dp > 1:
-            message = "sdc.every repeats sums of gradients bit by bit, and PowerSGD's depend on earlier sums"
-            fix = "sdc.every=0 or strategy.data.compression=fp16"
-            problems.append(Problem(message, "sdc.every", fix, kind="not_built"))
-        return problems
+        can_undo = TABLE[config.precision.name].scaled or config.sdc.every > 0
+        return cls(CompressionKeys.of(config).powersgd_rank or DEFAULT_RANK, can_undo)
 
     def is_factored(self, parameter: HeldParameter, shape: Sequence[int], plan: Plan) -> bool:
         """Whether this parameter's gradient (local `shape`) is sent as factors.
@@ -165,9 +158,11 @@ class PowerSGD(Compression):
         return [SummedMessage(numel, size) for numel in (uncompressed, left, right) if numel]
 
     def held_bytes(self, bucket: Parts, plan: Plan) -> int:
-        """The messages, the errors and two more right factors."""
-        factored = self._factored(bucket, plan)
-        more = sum(count * columns * (rows + 2 * self.rank) for count, rows, columns in factored)
+        """The messages, the errors and two more right factors; the copies of errors and of a factor."""
+        factored, copies = self._factored(bucket, plan), int(self.can_undo)
+        more = sum(
+            count * columns * ((1 + copies) * rows + (2 + copies) * self.rank) for count, rows, columns in factored
+        )
         return super().held_bytes(bucket, plan) + BYTES[self.dtype(plan)] * more
 
     def saved(self, parameter: HeldParameter, plan: Plan) -> dict[str, tuple[tuple[int, ...], Layout]]:

@@ -20,6 +20,7 @@ from parallelrun.distributed import torch_private
 from parallelrun.distributed.comm import Waitable
 from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.contract.plan import Plan
+from parallelrun.training.loop.data_runtime import DataRuntime
 from parallelrun.training.loop.flat_tensors import flat_views, flatten
 
 from ..bucketed_plan import BucketedAllReduce
@@ -27,7 +28,9 @@ from ..reducer import Kept, Part, Sum
 from .plan import PowerSGD, matrix_sizes, row_dim
 
 
-def sender(buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum) -> tuple[Callable[[], Waitable], Kept]:
+def sender(
+    buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum, runtime: DataRuntime
+) -> tuple[Callable[[], Waitable], Kept]:
     """Return a function that starts the exchange of `buffer`, in the messages that `PowerSGD.messages` predicts, and
     the tensors from which a resumed run goes on."""
     compression = BucketedAllReduce.of(plan).compression
@@ -37,7 +40,7 @@ def sender(buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum) ->
         return partial(start_sum, buffer), []
     names = {parameter.name for parameter, _ in factored}
     uncompressed = [gradient for parameter, gradient in parts if parameter.name not in names]
-    exchange = FactoredSum(uncompressed, factored, compression.rank, start_sum)
+    exchange = FactoredSum(uncompressed, factored, compression.rank, start_sum, lambda: runtime.loss_scale)
     return exchange.start, [kept for stack in exchange.stacks for kept in stack.kept(compression, plan)]
 
 
@@ -81,7 +84,8 @@ def next_right_factor(summed: Tensor, first: Tensor) -> Tensor:
 class Stack:
     """The matrices of one shape in a bucket, stacked, with the state that this rank keeps of them between steps.
 
-    error: the part of past gradients that has not been sent; during a step, the corrected gradient. right: the Q of the
+    error: the part of past gradients that has not been sent, without the loss scale, which changes; during a step, the
+    corrected gradient, with it. right: the Q of the
     next step. left and summed_right: this step's P and Q, views of the flat tensors that are summed.
     """
 
@@ -98,8 +102,10 @@ class Stack:
         self.error = like.new_zeros(number, rows, columns)
         self.left, self.summed_right = like.new_zeros(number, rows, rank), like.new_zeros(number, columns, rank)
 
-    def project(self) -> None:
+    def project(self, loss_scale: float) -> None:
         """P = (gradient + error) Q."""
+        if loss_scale != 1.0:
+            self.error.mul_(loss_scale)
         torch_private.add_all(list(self.error.unbind()), self.gradients)
         torch.bmm(self.error, self.right, out=self.left)
 
@@ -109,8 +115,10 @@ class Stack:
         torch.bmm(self.error.mT, self.left, out=self.summed_right)
         self.error.baddbmm_(self.left, self.summed_right.mT, alpha=-1)
 
-    def finish(self) -> None:
+    def finish(self, loss_scale: float) -> None:
         """Replace the gradients by P Q^T with the summed Q."""
+        if loss_scale != 1.0:
+            self.error.div_(loss_scale)
         torch_private.copy_all(self.gradients, list(torch.bmm(self.left, self.summed_right.mT).unbind()))
         self.right.copy_(next_right_factor(self.summed_right, self.first))
 
@@ -134,8 +142,15 @@ class FactoredSum:
     A checkpoint has the errors. A run that resumes with another number of senders starts with errors of zero.
     """
 
-    def __init__(self, uncompressed: Sequence[Tensor], factored: Sequence[Part], rank: int, start_sum: Sum):
-        self._start_sum = start_sum
+    def __init__(
+        self,
+        uncompressed: Sequence[Tensor],
+        factored: Sequence[Part],
+        rank: int,
+        start_sum: Sum,
+        loss_scale: Callable[[], float] = lambda: 1.0,
+    ):
+        self._start_sum, self._loss_scale = start_sum, loss_scale
         self._uncompressed = list(uncompressed)
         self._flat = factored[0][1].new_empty(sum(gradient.numel() for gradient in uncompressed))
         self._views = flat_views(self._flat, [gradient.shape for gradient in uncompressed])
@@ -155,7 +170,7 @@ class FactoredSum:
             torch_private.copy_all(self._views, self._uncompressed)
             self._works.append(self._start_sum(self._flat))
         for stack in self.stacks:
-            stack.project()
+            stack.project(self._loss_scale())
         self._works.append(self._start_sum(self._left))
         return self
 
@@ -171,7 +186,7 @@ class FactoredSum:
         if self._uncompressed:
             torch_private.copy_all(self._uncompressed, self._views)
         for stack in self.stacks:
-            stack.finish()
+            stack.finish(self._loss_scale())
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from parallelrun.base.errors import ConfigError
-from parallelrun.planner.contract.classes import data_strategy
-from parallelrun.planner.contract.request import Request
-from parallelrun.planner.model.model_spec import BlockSpec, Initialiser, LayerSpec, ParameterSpec
 from parallelrun.planner.resolve.resolve_config import resolve
-from tests.plans import narrow_config, tiny_config, tiny_plan
+from tests.plans import tiny_config, tiny_plan
 
 KIND = "strategy.data.kind"
 
@@ -53,7 +49,6 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"dp": 2, "strategy.data.compression": "zip"}, ("is unknown",)),
     ({"dp": 2, "strategy.data.powersgd_rank": 2}, ("powersgd_rank=2 is read by compression=powersgd only",)),
     (POWERSGD | {"strategy.data.powersgd_rank": 0}, ("at least 1",)),
-    (POWERSGD | {"precision.name": "fp16"}, ("loss scale", "precision=bf16")),
     # independent replicas
     (DILOCO | {"strategy.data.sync_every": 0}, ("(strategy.data.sync_every)",)),
     (DILOCO | {"strategy.data.outer_lr": 0.0}, ("(strategy.data.outer_lr)",)),
@@ -158,17 +153,6 @@ def test_it_is_refused_with_a_cause_and_a_suggestion(overrides: dict[str, Any], 
 def test_keys_that_a_strategy_does_not_read_are_refused_with_one_that_does(key, value, kind, reader) -> None:
     (text,) = problems({"dp": 2, KIND: kind, key: value}, frozenset({key}))
     assert f"{value} is read by none" in text and f"({key})" in text and reader in text
-
-
-@pytest.mark.parametrize("kind", ["zero1", "zero2", "fsdp"])
-def test_a_parameter_without_dims_cannot_be_sharded(kind: str) -> None:
-    config = narrow_config(dp=2, strategy__data__kind=kind)
-    scale = ParameterSpec("scale", (), Initialiser("ones"), "norm")
-    layer = LayerSpec("only", "norm", 1, 1, (scale,))
-    spec = replace(tiny_plan().spec, blocks=(BlockSpec("only", "head", (layer,), 0.0),))
-    (problem,) = data_strategy(kind).check(Request(config, spec, 1, 2, 1, 1, None))
-    assert "scale has no dims" in problem.what and "ddp" in problem.suggestion
-    assert data_strategy(kind).check(Request(config, spec, 1, 1, 1, 1, None)) == []
 
 
 def test_settings_next_to_a_refused_one_are_legal() -> None:

@@ -238,17 +238,18 @@ def test_an_unset_global_batch_is_one_that_divides():
     assert tiny_plan({"layout": "2d", "tp": 4, "global_batch": None}).batch.global_batch == 48
 
 
-def test_backward_in_two_halves_keeps_what_it_gathered_and_knows_no_panels():
+def test_backward_in_two_halves_keeps_what_it_gathered():
     halves = {"layout": "2d", "tp": 4, "pp": 2, "schedule": "zero_bubble"}
-    assert tiny_plan(halves)
-    problems = problems_of({**halves, "strategy.tensor.save_gathered": False, "strategy.tensor.form": "summa"})
-    assert [problem.kind for problem in problems] == ["undefined", "undefined"]
+    assert tiny_plan({**halves, "strategy.tensor.form": "summa"})
+    problem = only_problem({**halves, "strategy.tensor.save_gathered": False})
+    assert problem.kind == "undefined" and "1f1b" in problem.suggestion
 
 
-def test_panels_need_a_square_grid():
-    problem = only_problem({**TWO_BY_THREE, "strategy.tensor.form": "summa"})
-    assert problem.kind == "undefined" and "stationary_y" in problem.suggestion
-    assert tiny_plan({**NINE, "strategy.tensor.form": "summa"}).tensor.forms[0][1] == ("summa", "summa")
+def test_panels_are_as_many_as_both_sides_of_a_grid_divide():
+    legal = {**TWO_BY_THREE, "strategy.tensor.form": "summa"}
+    assert tiny_plan(legal).tensor.forms[0][1] == ("summa", "summa")
+    problem = only_problem({**legal, "model.ffn": 27})
+    assert problem.kind == "arithmetic" and "model.ffn=27 is not divisible by 6" in problem.what
 
 
 @pytest.mark.parametrize(
