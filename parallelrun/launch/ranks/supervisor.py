@@ -137,7 +137,7 @@ class Supervisor:
         plan, underway = self._job.plan, self._heartbeats.read(rank).phase not in SYNCHRONOUS
         is_worker = plan.role(rank) == "worker" and rank != 0
         ending = bool(self._failures or self._signals)
-        has_spare = len(self._lost) < plan.data.spare_workers(plan.num_workers)
+        has_spare = len(self._lost) < plan.data.spare_workers(plan)
         return is_worker and code < 0 and underway and not ending and has_spare
 
     def _of_exit(self, rank: int, code: int, now: int) -> Failure:

@@ -151,7 +151,7 @@ class DataStrategy(AxisStrategy):
         """The number of steps between two exchanges with purpose SYNC."""
         return 1
 
-    def spare_workers(self, num_workers: int) -> int:
+    def spare_workers(self, plan: Plan) -> int:
         """The number of workers that a run can lose and continue. Worker 0 is never spare: it writes the metrics."""
         return 0
 

@@ -19,8 +19,12 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
 
     Workers are classified by equal pp ranks, then by tp rank if weights are sharded unevenly over tp, then by rank of
     the data axis if shards of the last sums (partial axes, tied copies) are uneven or the data strategy distinguishes
-    its ranks (`sending_classes`). Every server is its own class.
+    its ranks (`sending_classes`). With servers, every server and every rank of one worker is a class.
     """
+    if plan.servers:
+        ranks = plan.mesh.group_of(0, *plan.worker_ranks.split("+"))
+        servers = range(plan.num_workers, plan.world)
+        return [*((rank, plan.num_replicas) for rank in ranks), *((rank, 1) for rank in servers)]
     num_tensor = plan.mesh.size("tp")
     originals = {original for _, original in plan.tied_copies}
     classes = []
@@ -38,7 +42,7 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
             else:
                 replicas = _alike_replicas(plan, shards, pp_ranks[0], tensor)
             classes += [(rank, len(pp_ranks) * num_alike * count) for rank, count in replicas]
-    return classes + [(rank, 1) for rank in range(plan.num_workers, plan.world)]
+    return classes
 
 
 def _replica(plan: Plan, pp_rank: int, tp_rank: int, index: int) -> int:

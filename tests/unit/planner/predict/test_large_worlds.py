@@ -36,6 +36,7 @@ PLANS: list[dict[str, Any]] = [
     {"cp": 2, KIND: "ring"},
     *({GRID: kind, "tp": ranks} for kind, ranks in (("2d", 4), ("2.5d", 8), ("3d", 8))),
     {KIND: "ps", "servers": 2},
+    {KIND: "ps", "servers": 2, "tp": 2, "cp": 2},
 ]  # fmt: skip
 
 
