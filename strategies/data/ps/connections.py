@@ -104,7 +104,8 @@ class RankConnection:
     """
 
     def __init__(self, rank: int, plan: Plan, store: ShardStore):
-        self.rank, self.channel, self._weights = rank, Channel(rank), store.weights
+        self.rank, self.worker = rank, plan.mesh.coordinate(rank)[plan.worker_axis]
+        self.channel, self._weights = Channel(rank), store.weights
         pushed, pulled = pieces(plan, rank, store.shards)
         weights = [parameter.tensor for parameter in store.parameters]
         gradients = [weight.grad for weight in weights if weight.grad is not None]
@@ -136,8 +137,8 @@ class WorkerConnections:
     one. blocked_s: seconds for which the worker waited for answers to its pushes.
     """
 
-    def __init__(self, index: int, ranks: list[RankConnection]):
-        self.index, self.ranks = index, ranks
+    def __init__(self, index: int, connections: Sequence[RankConnection]):
+        self.index, self.ranks = index, [connection for connection in connections if connection.worker == index]
         self.requests: dict[int, WorkerRequest] = {}
         self.turn, self.reply = 0, ServerReply()
         self.blocked_s = 0.0

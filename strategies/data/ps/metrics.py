@@ -85,7 +85,7 @@ class MetricsWriter:
             "consistency": settings.consistency,
             "staleness_bound": settings.staleness,
             "backup_workers": settings.backup_workers,
-            "lost_workers": len(first_server["lost"]),
+            "lost_workers": len(first_server["lost"]) * plan.num_replicas // plan.num_workers,
             "shard_imbalance": sharding(plan).imbalance,
         }
         document = {**statistics, **facts, "blocked_s_of_worker": first_server["blocked_s"]}

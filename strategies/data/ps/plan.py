@@ -82,9 +82,8 @@ class ParameterServer(DataStrategy):
     def sums_workers_first(self) -> bool:
         return True
 
-    def spare_workers(self, plan: Plan) -> int:
-        """Backup workers. If a worker has several ranks, the others wait for the lost one: none is spare."""
-        return 0 if plan.worker_ranks else plan.num_replicas - self.quorum(plan.num_replicas)
+    def spare_workers(self, num_workers: int) -> int:
+        return num_workers - self.quorum(num_workers)
 
     def delay(self, worker: int) -> float:
         """Seconds that `worker` waits in each of its steps."""

@@ -55,10 +55,7 @@ class Server:
         self._checkpoints = ServerCheckpoints(config, plan, context, self._store, group)
         self._clocks = WorkerClocks(self._store.load())
         self._connections = [RankConnection(rank, plan, self._store) for rank in range(plan.num_workers)]
-        self._workers = [WorkerConnections(worker, []) for worker in self._clocks.completed]
-        self._worker_of = [self._workers[plan.mesh.coordinate(c.rank)[plan.worker_axis]] for c in self._connections]
-        for connection, of_rank in zip(self._connections, self._worker_of):
-            of_rank.ranks.append(connection)
+        self._workers = [WorkerConnections(worker, self._connections) for worker in self._clocks.completed]
         self._changed = threading.Condition()  # the lock of everything below
         self._pending: dict[int, WorkerRequest] = {}  # synchronous: pushes of the next update, by worker
         self._last_reply = ServerReply()  # synchronous: to the pushes of the last update
@@ -105,20 +102,21 @@ class Server:
             with self._changed:
                 try:
                     if self._error is None:
-                        self._lose(connection.rank, error)
+                        self._lose(connection, error)
                 except BaseException as fatal:
                     self._error = fatal
                 self._changed.notify_all()
 
-    def _lose(self, rank: int, error: BaseException) -> None:
-        """Continue without a worker whose connection is lost, if the plan can spare it. Raise any other error."""
-        worker, spare = self._worker_of[rank].index, self._settings.spare_workers(self._plan)
-        if not isinstance(error, PeerLost) or worker == 0 or len(self._clocks.lost) >= spare:
+    def _lose(self, connection: RankConnection, error: BaseException) -> None:
+        """Continue without the worker of a lost connection, if the plan can spare it. Raise any other error."""
+        worker, spare = connection.worker, self._settings.spare_workers(self._plan.num_replicas)
+        lost = self._clocks.lost | {worker}
+        if not isinstance(error, PeerLost) or worker == 0 or len(lost) > spare:
             raise error
-        self._clocks.lost.add(worker)
+        self._clocks.lost = lost
         self._pending.pop(worker, None)
         if self._index == 0:
-            self._context.rank_died(rank)
+            self._context.rank_died(connection.rank)
         self._release_barriers()
 
     def _reply(self, connection: RankConnection, request: WorkerRequest) -> tuple[ServerReply, Tensor | None]:
@@ -146,11 +144,13 @@ class Server:
 
     def _do_once(self, connection: RankConnection, request: WorkerRequest, act: Act) -> ServerReply:
         """Do what a worker asks when the last of its ranks has asked it; return its reply, the same to all ranks."""
-        worker = self._worker_of[connection.rank]
+        worker = self._workers[connection.worker]
         with self._changed:
             turn, worker.requests[connection.rank] = worker.turn, request
             if (request_of_all := worker.request()) is None:
-                self._wait_until(lambda: worker.turn > turn)
+                self._wait_until(lambda: worker.turn > turn or worker.index in self._clocks.lost)
+                if worker.turn == turn:
+                    raise PeerLost(f"another rank of the worker of rank {connection.rank} is lost")
             else:
                 worker.done(act(worker.index, request_of_all), self._settings.in_step)
                 self._changed.notify_all()
@@ -249,14 +249,14 @@ class Server:
     # barriers
 
     def _ranks(self, workers: Set[int]) -> set[int]:
-        return {rank for rank, worker in enumerate(self._worker_of) if worker.index in workers}
+        return {connection.rank for connection in self._connections if connection.worker in workers}
 
     def _wait_at_barrier(self, connection: RankConnection, request: WorkerRequest) -> ServerReply:
         """Return the reply when the barrier is released; meanwhile tell the rank about once a second to wait on."""
         rank, barrier = connection.rank, self._barriers[request.ask]
         with self._changed:
             if request.ask == Ask.END:
-                self._clocks.finished.add(self._worker_of[rank].index)
+                self._clocks.finished.add(connection.worker)
             barrier.arrive(rank, request.stop > 0)
             self._release_barriers()
             self._changed.notify_all()
@@ -287,7 +287,7 @@ class Server:
             "peak_bytes": peak_bytes(torch.device("cpu")),
             "times": {},
             "saves": asdict(self._checkpoints.times),
-            "lost": sorted(self._clocks.lost),
+            "lost": sorted(self._ranks(self._clocks.lost)),
             "statistics": self._statistics.document(),
             "rows": [asdict(row) for row in rows] if all(c.num_exchanges >= COUNTED for c in connections) else None,
             "blocked_s": {worker.index: worker.blocked_s for worker in self._workers},
