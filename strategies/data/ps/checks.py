@@ -32,10 +32,6 @@ def staleness_of(request: Request) -> int | None:
     return DEFAULT_STALENESS if staleness is None else staleness
 
 
-def is_synchronous(request: Request) -> bool:
-    return consistency_of(request) == SYNC or staleness_of(request) == 0
-
-
 def _num_workers(request: Request) -> int:
     return request.dp // request.ep_replicas
 
@@ -93,8 +89,9 @@ def _check_num_servers(request: Request) -> list[Problem]:
 def _check_unsupported(request: Request) -> list[Problem]:
     """Features for which all workers would have to exchange something in every step."""
     router, key, problems = request.spec.router, "model.router.bias_rate", []
-    backups = ParameterServerConfig.of(request.config).backup_workers
-    if router is not None and router.bias_rate != 0.0 and (backups or not is_synchronous(request)):
+    in_step = consistency_of(request) == SYNC or staleness_of(request) == 0
+    in_step = in_step and not ParameterServerConfig.of(request.config).backup_workers
+    if router is not None and router.bias_rate != 0.0 and not in_step:
         message = f"{key}={router.bias_rate} needs the expert load of the global batch"
         message += ", which workers of ps exchange only if all take every step together"
         fix = f"{key}=0, or consistency=sync without backup_workers"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.layout import Layout
@@ -252,34 +251,28 @@ def counting_axis(plan: Plan) -> str:
     return inner_axis(Layout(()), plan)
 
 
-class Exchanged(NamedTuple):
-    """Bytes that one rank of a worker exchanges with one server in a step."""
-
-    pushed: int
-    pulled: int
-
-
-def of_servers(rank: int, plan: Plan) -> list[Exchanged]:
-    """What a rank of a worker exchanges with each server. Equal ranks of all workers exchange the same."""
+def of_servers(rank: int, plan: Plan) -> list[tuple[int, int]]:
+    """(bytes that a rank of a worker pushes to a server in a step, bytes that it pulls) by server. Equal ranks of all
+    workers exchange the same."""
     if not plan.worker_ranks:
-        return [Exchanged(size, size) for size in sharding(plan).num_bytes]
+        return [(size, size) for size in sharding(plan).num_bytes]
     mesh = plan.mesh
     coordinate = {name: mesh.coordinate(rank)[name] for name in mesh.mesh_dim_names}
     first = mesh.rank(**(coordinate | dict.fromkeys(mesh.mesh_dims_of(plan.worker_axis), 0)))
     size = BYTES[plan.precision.stored]
 
-    def compute() -> list[Exchanged]:
+    def compute() -> list[tuple[int, int]]:
         owners = [(server, shard) for server, own in enumerate(sharding(plan).of_server) for shard in own]
         sums = [[0, 0] for _ in range(plan.servers)]
         for direction, own in enumerate(pieces(plan, first, [shard for _, shard in owners])):
             for piece in own:
                 sums[owners[piece.number][0]][direction] += size * piece.numel
-        return [Exchanged(pushed, pulled) for pushed, pulled in sums]
+        return [(pushed, pulled) for pushed, pulled in sums]
 
     return once(plan.weights_cache, ("exchanged with servers", first), compute)
 
 
-def of_ranks(server: int, plan: Plan) -> list[Exchanged]:
-    """What each rank of one worker exchanges with a server."""
+def of_ranks(server: int, plan: Plan) -> list[tuple[int, int]]:
+    """(bytes pushed, bytes pulled) of each rank of one worker with a server."""
     ranks = plan.mesh.group_of(0, *plan.worker_ranks.split("+"))
     return [of_servers(rank, plan)[server] for rank in ranks]

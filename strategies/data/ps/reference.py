@@ -76,6 +76,9 @@ def _record(training: Training, context: WorkerContext, in_step: bool) -> Trace:
         clock, _ = worker.step(clock + 1, False)
     worker.end(clock)
     trace.final = gather_weights(training, trace)
+    if not in_step:  # running statistics are each worker's own
+        frozen = {p.name for p in training.plan.spec.parameters.values() if p.frozen}
+        trace.disagreeing = [name for name in trace.disagreeing if name not in frozen]
     if context.rank == 0:
         rows = [r for r in read_log(context.directory) if isinstance(r, AppliedUpdate) and r.server == 0]
         trace.losses, trace.grad_norms = [row.loss for row in rows], [row.norm for row in rows]
