@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 from math import prod
 from typing import NamedTuple
@@ -120,13 +120,13 @@ class Piece:
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def in_shard(self) -> tuple[slice, ...]:
         """Where the elements are in the shard, whose rows are complete."""
         firsts = (self.shard.start, *(0 for _ in self.box[1:]))
         return tuple(slice(start - first, stop - first) for (start, stop), first in zip(self.box, firsts))
 
-    @property
+    @cached_property
     def in_part(self) -> tuple[slice, ...]:
         """Where the elements are in the rank's tensor."""
         return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(self.box, self.part))
