@@ -6,7 +6,7 @@ Parameter servers are not part of the mesh, but every rank must take part in cre
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -100,9 +100,10 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
         raise ValueError(
             f"the mesh {plan.mesh.mesh_dims} has {plan.mesh.num_ranks} ranks{beside}, the world has {world}"
         )
-    if plan.servers:
-        return _workers_mesh(plan, rank, device)
     mesh = Mesh(plan.mesh, rank, device)
+    if plan.servers:
+        mesh._groups |= {axis: group for axis, group in _groups_beside_servers(plan).items() if group.size > 1}
+        return mesh
     if world == 1:
         return mesh
     everyone = tuple(range(world))
@@ -128,33 +129,32 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
 
 def build_server_group(plan: Plan) -> Group:
     """Return the group of all servers; create the same groups as the workers in `build_mesh`."""
-    rank = dist.get_rank()
-    assert plan.role(rank) == "server", f"rank {rank} is a worker"
-    return _groups_by_role(plan)[1]
+    assert plan.role(dist.get_rank()) == "server", f"rank {dist.get_rank()} is a worker"
+    return _groups_beside_servers(plan)[SERVERS]
 
 
-def _workers_mesh(plan: Plan, rank: int, device: torch.device) -> Mesh:
-    """Return the mesh of a world with servers: all workers are one group along a single axis."""
-    mesh = Mesh(plan.mesh, rank, device)
-    workers, _ = _groups_by_role(plan)
-    axes = [axis for axis, degree in plan.mesh.mesh_dims if degree > 1]
-    assert len(axes) <= 1 and not plan.mesh.flattened, f"servers with the axes {axes}"
-    for axis in (WORLD, *axes):
-        if workers.size > 1:
-            mesh._groups[axis] = replace(workers, axis=axis)
-    return mesh
+def _groups_beside_servers(plan: Plan) -> dict[str, Group]:
+    """Return this rank's groups in a world with servers, by axis: every rank takes part in creating all of them.
 
-
-def _groups_by_role(plan: Plan) -> tuple[Group, Group]:
-    """Return the groups of all workers and of all servers. `index` is -1 in the group without this rank."""
-    rank, groups = dist.get_rank(), []
-    for axis, ranks in ((WORLD, range(plan.num_workers)), (SERVERS, range(plan.num_workers, plan.world))):
-        has_gpus = axis == WORLD and plan.device == "cuda"
+    Axes with the same groups share them, but for the embedding group, as in a world without servers.
+    """
+    rank, shape = dist.get_rank(), plan.mesh
+    axes = dict.fromkeys((*shape.mesh_dim_names, *(axis for axis, _ in shape.flattened), plan.worker_ranks))
+    groups_of = {WORLD: [tuple(range(plan.num_workers))], SERVERS: [tuple(range(plan.num_workers, plan.world))]}
+    groups_of |= {axis: list(shape.groups(*axis.split("+"))) for axis in axes if axis}
+    groups_of |= {EMBEDDING: embedding_groups(plan)} if plan.tied_copies else {}
+    created: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup] = {}
+    own = {}
+    for axis, groups in groups_of.items():
+        has_gpus = axis != SERVERS and plan.device == "cuda"
         backend = "cpu:gloo,cuda:nccl" if has_gpus else None  # None: as the world's
-        process_group = dist.new_group(list(ranks), backend=backend) if len(ranks) > 1 else None
-        index = ranks.index(rank) if rank in ranks else -1
-        groups.append(Group(axis, tuple(ranks), index, process_group if index >= 0 else None))
-    return groups[0], groups[1]
+        for ranks in groups:
+            key = axis == EMBEDDING, ranks
+            if len(ranks) > 1 and key not in created:
+                created[key] = dist.new_group(list(ranks), backend=backend)
+            if rank in ranks:
+                own[axis] = Group(axis, ranks, ranks.index(rank), created.get(key))
+    return own
 
 
 def embedding_groups(plan: Plan) -> list[tuple[int, ...]]:

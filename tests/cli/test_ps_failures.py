@@ -19,13 +19,14 @@ from tests.matrix import FULL
 PS = {"strategy.name": "ps", "strategy.data.kind": "ps", "dp": 3, "global_batch": 12, "eval.every": 0}
 ENDLESS = {"steps": 100_000}
 SERVER = 3
+SSP_PAIRS = {"strategy__data__consistency": "ssp", "tp": 2}  # the other rank of a killed worker ends, too
 only_full = pytest.mark.skipif(not FULL, reason="another case loses the same: --matrix=full")
 
 
 def launch(folder: Path, **overrides) -> Launched:
     wanted = {**PS, **{key.replace("__", "."): value for key, value in overrides.items()}}
     run = run_launcher(folder, overrides=wanted, worker="tests.cli.ps_worker:run")
-    return replace(run, world=wanted["dp"] + wanted.get("strategy.data.servers", 1))
+    return replace(run, world=wanted["dp"] * wanted.get("tp", 1) + wanted.get("strategy.data.servers", 1))
 
 
 def all_reach(run: Launched, step: int) -> None:
@@ -38,7 +39,7 @@ def all_reach(run: Launched, step: int) -> None:
     "overrides",
     [
         pytest.param({"strategy__data__consistency": "async"}, marks=only_full),
-        {"strategy__data__consistency": "ssp", "strategy__data__staleness": 1, "strategy__data__servers": 2},
+        {**SSP_PAIRS, "strategy__data__staleness": 1, "strategy__data__servers": 2},
         {"strategy__data__backup_workers": 1},
     ],
     ids=["async", "ssp", "backup"],
@@ -46,9 +47,10 @@ def all_reach(run: Launched, step: int) -> None:
 def test_the_run_goes_on_without_a_killed_worker(tmp_path, overrides):
     run = launch(tmp_path, steps=24, strategy__data__delays=[0.06, 0.06, 0.06], checkpoint__last=True, **overrides)
     all_reach(run, 4)
-    os.kill(run.rank_pids()[2], signal.SIGKILL)
+    ranks = overrides.get("tp", 1)
+    os.kill(run.rank_pids()[3 * ranks - 1], signal.SIGKILL)  # of worker 2
     assert run.wait() == 0, run.stderr
-    assert "warning: rank 2 died: SIGKILL" in run.stderr and "continuing with 2 workers" in run.stderr
+    assert f"warning: rank {3 * ranks - 1} died: SIGKILL" in run.stderr and "continuing with 2 workers" in run.stderr
     assert run.status["state"] == "done"
     summary = json.loads((run.directory / "summary.json").read_text())
     assert (summary["lost_workers"], summary["steps"]) == (1, 24)
@@ -64,11 +66,19 @@ def test_the_run_goes_on_without_a_killed_worker(tmp_path, overrides):
     [
         (2, {}),
         (0, {"strategy__data__consistency": "async"}),  # worker 0 writes the records and is never spare
+        pytest.param(1, {"dp": 1, "tp": 2, "strategy__data__consistency": "async"}, marks=only_full),  # a rank of it
         (SERVER, {}),
         pytest.param(SERVER, {"strategy__data__consistency": "async"}, marks=only_full),
         (SERVER + 1, {"strategy__data__servers": 2}),
     ],
-    ids=["a worker of sync", "worker 0 of async", "the server of sync", "the server of async", "the second server"],
+    ids=[
+        "a worker of sync",
+        "worker 0 of async",
+        "a rank of worker 0",
+        "the server of sync",
+        "the server of async",
+        "the second server",
+    ],
 )
 def test_a_lost_rank_that_cannot_be_spared_ends_the_run_and_is_named(tmp_path, victim, overrides):
     run = launch(tmp_path, **ENDLESS, **overrides)
@@ -77,7 +87,8 @@ def test_a_lost_rank_that_cannot_be_spared_ends_the_run_and_is_named(tmp_path, v
     os.kill(pids[victim], signal.SIGKILL)
     assert run.wait() == 6, run.stderr
     assert (run.status["state"], run.status["failed_rank"]) == ("failed", victim)
-    role = "server" if victim >= SERVER else f"dp={victim} tp=0 pp=0"
+    own = f"dp=0 tp={victim} pp=0" if "tp" in overrides else f"dp={victim} tp=0 pp=0"
+    role = "server" if victim >= SERVER else own
     assert f"error: rank {victim} ({role}" in run.stderr and "died: SIGKILL" in run.stderr
     assert not survivors([*pids, run.pid], 5)
 

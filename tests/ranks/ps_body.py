@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from parallelrun.checkpoint.background import HostMemory
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.resolve.resolve_config import resolve
-from parallelrun.strategies.data.ps import apply_log, runtime, server, worker
+from parallelrun.strategies.data.ps import apply_log, connections, runtime, server, shards, worker
 from parallelrun.strategies.data.ps.apply_log import AppliedUpdate, DroppedPush
-from parallelrun.strategies.data.ps.connections import ShardBuffers
+from parallelrun.strategies.data.ps.client import ShardBuffers
 from parallelrun.strategies.data.ps.store import ShardStore
 from tests.peak_bytes import PeakBytes
 from tests.plans import tiny_config
@@ -76,11 +77,32 @@ def add_instead_of_mean(config: Config) -> None:
     """Planted bug: servers sum the gradients instead of averaging them."""
     original = ShardStore.mean
 
-    def mean(self, gradients, weights) -> None:
-        original(self, gradients, weights)
-        self.gradient.mul_(len(gradients))
+    def mean(self, pushes, weights) -> None:
+        original(self, pushes, weights)
+        self.gradient.mul_(len(pushes))
 
     ShardStore.mean = mean
+
+
+def pull_the_shard_of_another_rank(config: Config) -> None:
+    """Planted bug: the servers send rank 1 the part of the weights of rank 0, where both have equal shapes."""
+
+    def pieces(plan, rank, own):
+        pushed, pulled = shards.pieces(plan, rank, own)
+        others = {piece.shard: piece for piece in shards.pieces(plan, 0, own)[1]} if rank == 1 else {}
+        return pushed, [
+            replace(piece, box=others[piece.shard].box, part=others[piece.shard].part)
+            if piece.shard in others and others[piece.shard].shape == piece.shape
+            else piece
+            for piece in pulled
+        ]
+
+    connections.pieces = pieces
+
+
+def push_norms_from_every_rank(config: Config) -> None:
+    """Planted bug: parameters that are replicated over tp are pushed by every rank of a worker."""
+    shards.owns = lambda layout, shape, coordinate: True
 
 
 def worker_1_keeps_its_weights(config: Config) -> None:

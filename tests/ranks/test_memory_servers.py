@@ -19,6 +19,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "async": SHAPE
     | SGD
     | {"dp": 2, "global_batch": 8, "optimizer.momentum": 0.9, "strategy.data.consistency": "async"},
+    "tp": SHAPE | SGD | {"dp": 2, "tp": 2, "global_batch": 8, "strategy.data.servers": 2},
+    "cp, async": SHAPE | SGD | {"dp": 2, "cp": 2, "global_batch": 8, "strategy.data.consistency": "async"},
     "several microbatches": SHAPE | {"dp": 2, "micro_batch": 2},
 }
 

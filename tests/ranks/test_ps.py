@@ -13,6 +13,7 @@ import torch
 
 from parallelrun.base.errors import VerificationError
 from parallelrun.data.order import Sampler
+from parallelrun.planner.predict.prediction import matches_prediction
 from parallelrun.strategies.data.ps import apply_log
 from parallelrun.strategies.data.ps.reference import LogReplay
 from parallelrun.training.loop.build import build
@@ -21,14 +22,26 @@ from parallelrun.training.loop.schedules import learning_rate
 from parallelrun.training.verify.checked import single_device
 from parallelrun.training.verify.replay import weights_of
 from tests import checkpoints
-from tests.matrix import FULL
+from tests.matrix import FULL, TWO_STEPS
 from tests.ranks.ps_body import document, drops, metrics, ps_config, ps_plan, run, updates
+from tests.vision import RESNET
 
 TWO_SERVERS = {"strategy.data.servers": 2}
 ASYNC = {"strategy.data.consistency": "async"}
 SSP = {"strategy.data.consistency": "ssp"}
 BACKUP = {"strategy.data.backup_workers": 1}
 EXPERTS = {"model.experts": 4, "model.router.aux_coefficient": 0.5}
+BIASED = {"model.experts": 4, "model.router.kind": "top_k", "model.router.bias_rate": 0.05}
+CLIPPED = {"dp": 2, "global_batch": 8, "optimizer.clip": 0.05, "model.layers": 2, **TWO_SERVERS}
+BERT = {"model.name": "bert"}  # ignored targets: workers, and the ranks of one, have different numbers of valid ones
+# Workers of several ranks.
+TP = {**CLIPPED, **BERT, "tp": 2, "strategy.tensor.sequence_parallel": True}
+TP_PP = {**CLIPPED, **BERT, "tp": 2, "pp": 2}
+ZERO_BUBBLE = {**CLIPPED, "pp": 2, "microbatches": 2, "strategy.pipeline.kind": "zero_bubble"}
+CP, ONE_CP, GRID = {**CLIPPED, **BERT, "cp": 2}, {**CLIPPED, "dp": 1, "cp": 2}, {**CLIPPED, "tp": 4, "layout": "2d"}
+EP = {**CLIPPED, **EXPERTS, "dp": 4, "ep": 2}
+EP_IN_CP, EP_OVER_CP = {**EP, "dp": 2, "cp": 2}, {**EP, "dp": 2, "cp": 2, "ep": 4}
+EP_OVER_TP = {**EP, "dp": 2, "tp": 2, "strategy.expert.tp": 1}
 PACKED_EXPERTS = {"dataset.pack": True, **EXPERTS, "model.seq": 16}
 SGD64 = {"optimizer.name": "sgd", "precision.name": "fp64", "optimizer.schedule": "constant"}
 
@@ -91,16 +104,20 @@ def assert_same(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor
     [
         {**TWO_SERVERS, "dp": 2, "micro_batch": 2},
         {**SSP, "strategy.data.staleness": 0},
-        {"model.name": "bert", "dp": 2, **TWO_SERVERS},
-        PACKED_EXPERTS,
-        *[{}, TWO_SERVERS, {**EXPERTS, "dp": 2, "micro_batch": 2}] * FULL,
+        TP_PP,
+        {**PACKED_EXPERTS, "dp": 2, "ep": 2, "global_batch": 8},
+        {**EP, **BIASED},
+        *[{}, TWO_SERVERS, {**EXPERTS, "dp": 2, "micro_batch": 2}, {**BERT, "dp": 2}, PACKED_EXPERTS] * FULL,
+        *[TP, ZERO_BUBBLE, CP, ONE_CP, GRID, EP, EP_IN_CP, EP_OVER_CP, EP_OVER_TP] * FULL,
     ],
     ids=[
         "microbatches",
         "ssp 0",
-        "ignored targets",
-        "packed, experts",
-        *["one server", "two servers", "experts"] * FULL,
+        "tp, pp, ignored targets",
+        "ep, packed",
+        "ep, bias",
+        *["one server", "two servers", "experts", "ignored targets", "packed, experts"] * FULL,
+        *["tp", "zero bubble", "cp", "one", "2d", "ep", "ep in cp", "ep over cp", "ep over tp"] * FULL,
     ],
 )
 def test_synchronous_training_equals_one_device(tmp_path, overrides) -> None:
@@ -111,29 +128,36 @@ def test_synchronous_training_equals_one_device(tmp_path, overrides) -> None:
     assert all(set(row.staleness) == {0} for row in updates(tmp_path))
 
 
-def test_verify_catches_servers_that_sum_instead_of_average(tmp_path) -> None:
-    run(tmp_path, {}, "verify", "add_instead_of_mean")
+@pytest.mark.parametrize(
+    ("change", "overrides"),
+    [
+        ("add_instead_of_mean", {}),
+        ("pull_the_shard_of_another_rank", {**TP, **TWO_STEPS}),
+        ("push_norms_from_every_rank", {**TP, **TWO_STEPS}),
+    ],
+)
+def test_verify_catches_planted_bugs(tmp_path, change, overrides) -> None:
+    run(tmp_path, overrides, "verify", change)
     assert not document(tmp_path, "verify.json")["passed"]
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        TWO_SERVERS,
-        {**TWO_SERVERS, **ASYNC},
+        TP,
+        {**CP, **ASYNC},
         {**SSP, "strategy.data.staleness": 1},
-        {**TWO_SERVERS, **BACKUP},
-        *[PACKED_EXPERTS] * FULL,
+        {**TWO_SERVERS, **BACKUP, "steps": 4},  # a late worker may skip a step, and two are needed
+        *[TWO_SERVERS, {**TWO_SERVERS, **ASYNC}, PACKED_EXPERTS, TP_PP, GRID, {**EP_OVER_CP, **BIASED}] * FULL,
+        *[{**cell, **ASYNC} for cell in (TP_PP, ZERO_BUBBLE, EP, EP_IN_CP, EP_OVER_TP)] * FULL,
     ],
-    ids=["sync", "async", "ssp", "backup", *["packed, experts"] * FULL],
+    ids=str,
 )
 def test_the_measured_traffic_equals_the_prediction(tmp_path, overrides) -> None:
     run(tmp_path, {"steps": 4 if FULL else 2, **overrides})
     rows = document(tmp_path, "comm.json")["rows"]
     assert {row["rank"] for row in rows} == set(range(ps_plan(overrides).world))
-    wrong = [row for row in rows if (row["calls"], row["payload_bytes"]) != (
-        row["predicted_calls"], row["predicted_payload_bytes"])]  # fmt: skip
-    assert not wrong
+    assert not [row for row in rows if not matches_prediction(row)]
     assert document(tmp_path, "summary.json")["communication_as_predicted"]
 
 
@@ -192,7 +216,11 @@ def test_equal_workers_have_the_expected_staleness_and_a_delayed_one_has_more(tm
 
 @pytest.mark.parametrize(
     "overrides",
-    [{**ASYNC, **TWO_SERVERS}, {**BACKUP, **delays(0, 0, 0.1)}, *[{**SSP, "strategy.data.staleness": 1}] * FULL],
+    [
+        {**RESNET, **ASYNC, **TWO_SERVERS, "dp": 2, "model.norm_samples": "local"},
+        {**BACKUP, **delays(0, 0, 0.1)},
+        *[{**SSP, "strategy.data.staleness": 1}] * FULL,
+    ],
     ids=["async", "backup", *["ssp"] * FULL],
 )
 def test_verify_replays_the_apply_log_bit_for_bit(tmp_path, overrides) -> None:
@@ -200,6 +228,30 @@ def test_verify_replays_the_apply_log_bit_for_bit(tmp_path, overrides) -> None:
     found = document(tmp_path, "verify.json")
     assert found["passed"] and found["bit_for_bit"], found["max_error"]
     assert set(found["max_error"].values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {**CP, **ASYNC},
+        {**EP, **SSP, "strategy.data.staleness": 1},
+        *[{**TP_PP, **ASYNC}, {**ZERO_BUBBLE, **SSP}, {**GRID, **ASYNC}, {**EP_IN_CP, **ASYNC}] * FULL,
+        *[{**EP_OVER_TP, **ASYNC}, {**ONE_CP, **ASYNC}, {**TP, **BACKUP, "dp": 3, "global_batch": 12}] * FULL,
+    ],
+    ids=str,
+)
+def test_a_worker_of_several_ranks_is_one_worker(tmp_path, overrides) -> None:
+    """Each of its pushes is one update with one version of the weights, whatever the number of its ranks."""
+    run(tmp_path, overrides, "verify")
+    found, plan = document(tmp_path, "verify.json"), ps_plan(overrides)
+    assert found["passed"] and not found["copies_that_disagree"], found["max_error"]
+    for server in range(plan.servers):
+        pushes = [push for row in updates(tmp_path, server) for push in row.pushes]
+        assert {push.worker for push in pushes} <= set(range(plan.num_replicas))
+        assert len({(push.worker, push.clock) for push in pushes}) == len(pushes)
+        if "backup_workers" not in str(overrides):
+            assert len(pushes) == 3 * plan.num_replicas and plan.num_replicas < plan.num_workers
+            assert max(max(row.staleness) for row in updates(tmp_path, server)) < len(pushes)
 
 
 def test_verify_catches_a_worker_that_uses_other_weights_than_it_reports(tmp_path) -> None:
@@ -269,14 +321,14 @@ def test_in_fp16_what_overflows_is_skipped_until_the_scale_fits(tmp_path, overri
 # checkpoints
 
 
-@pytest.mark.parametrize("overrides", [TWO_SERVERS, {"dp": 1, **ASYNC}], ids=["sync", "async"])
+@pytest.mark.parametrize("overrides", [TP_PP, {"dp": 1, **ASYNC}], ids=["sync", "async"])
 def test_a_resumed_run_continues_bit_for_bit(tmp_path, overrides) -> None:
     settings = {"steps": 4, "checkpoint.every": 2, "checkpoint.keep": 5, **overrides}
     run(tmp_path / "whole", settings, change="slow_copies")
     run(tmp_path / "rest", {**settings, "resume": str(tmp_path / "whole" / "checkpoints" / "step_2")})
     whole, rest = final_weights(tmp_path / "whole"), final_weights(tmp_path / "rest")
     assert all(torch.equal(whole[name], rest[name]) for name in whole)
-    assert [line["step"] for line in metrics(tmp_path / "rest")][-1] == (4 if overrides is TWO_SERVERS else 2)
+    assert [line["step"] for line in metrics(tmp_path / "rest")][-1] == (4 if overrides is TP_PP else 2)
 
 
 def test_a_failed_save_beside_serving_is_told_and_the_run_goes_on(tmp_path) -> None:
@@ -314,7 +366,7 @@ def test_checkpoints_go_from_servers_to_one_device_and_back(tmp_path) -> None:
         train_step(training, step, learning_rate(config.optimizer, step, 4), scaler)
     aside = tmp_path / "alone" / "checkpoints"
     checkpoints.save(aside, 2, training.held, training.optimizer, {**extra, "step": 2}, plan, training.mesh)
-    run(tmp_path / "back", {**settings, "steps": 3, "resume": str(aside / "step_2")})
+    run(tmp_path / "back", {**settings, "steps": 3, "resume": str(aside / "step_2"), "dp": 1, "tp": 2})
     run(tmp_path / "straight", {**settings, "steps": 4, "resume": str(path)})
     straight = final_weights(tmp_path / "straight")
     assert_same({p.name: p.tensor.detach() for p in training.parameters}, straight, 2e-6)

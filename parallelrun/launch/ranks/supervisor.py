@@ -65,7 +65,7 @@ class Supervisor:
         self._codes: dict[int, int] = {}
         self._failures: list[Failure] = []
         self._ended_by_us: set[int] = set()
-        self._lost: set[int] = set()  # ranks that died while the run continues
+        self._lost: set[int] = set()  # all ranks of workers without which the run continues
         self._deadline = float("inf")  # when the remaining ranks are killed
         self.arrived = [] if arrived is None else arrived  # signals, handled or not
         self._signals: list[int] = []  # those that are handled
@@ -122,9 +122,15 @@ class Supervisor:
         del self._alive[rank]
         os.close(self._pidfds.pop(rank))
         failed = code != self._heartbeats.returned(rank) and rank not in self._ended_by_us
+        if rank in self._lost:  # another rank of its worker was lost before
+            return
         if failed and self._is_spare(rank, code):
-            self._lost.add(rank)
-            left = self._job.plan.num_workers - len(self._lost)
+            plan = self._job.plan
+            of_worker = plan.mesh.group_of(rank, *plan.worker_ranks.split("+"))
+            self._lost.update(of_worker)
+            for other in self._alive.keys() & of_worker:  # they cannot go on without it
+                os_process.kill(self._alive[other], signal.SIGKILL)
+            left = (plan.num_workers - len(self._lost)) // len(of_worker)
             reason = self._of_exit(rank, code, now).what
             print_note(f"warning: rank {rank} {reason}; continuing with {left} workers")
             return
@@ -135,9 +141,10 @@ class Supervisor:
     def _is_spare(self, rank: int, code: int) -> bool:
         """Return whether the run can continue without this rank: no rank waits for it, and it wrote no failure."""
         plan, underway = self._job.plan, self._heartbeats.read(rank).phase not in SYNCHRONOUS
-        is_worker = plan.role(rank) == "worker" and rank != 0
+        is_worker = plan.role(rank) == "worker" and plan.mesh.coordinate(rank)[plan.worker_axis] != 0
         ending = bool(self._failures or self._signals)
-        has_spare = len(self._lost) < plan.data.spare_workers(plan.num_workers)
+        spare = plan.data.spare_workers(plan.num_replicas)
+        has_spare = len(self._lost) * plan.num_replicas < spare * plan.num_workers
         return is_worker and code < 0 and underway and not ending and has_spare
 
     def _of_exit(self, rank: int, code: int, now: int) -> Failure:

@@ -154,7 +154,8 @@ class DataStrategy(AxisStrategy):
         return 1
 
     def spare_workers(self, num_workers: int) -> int:
-        """The number of workers that a run can lose and continue. Worker 0 is never spare: it writes the metrics."""
+        """The number of workers that a run can lose and continue, each with all of its ranks. Worker 0 is never spare:
+        it writes the metrics."""
         return 0
 
     def group_size(self, axis: str) -> int | None:

@@ -175,9 +175,15 @@ class Plan:
     @cached_property
     def worker_axis(self) -> str:
         """The axis of the workers. A worker is the ranks that act as one in the data strategy: those of a sequence
-        (cp), and, where workers are not in step, those that share the experts of one copy of the model (ep)."""
+        (cp), and, where workers are not in step or push to servers, those that share a copy of the experts (ep)."""
         shares_experts = self.expert is not None and self.mesh.size(EXPERT_DP) < self.mesh.size("dp")
-        return EXPERT_DP if shares_experts and not self.data.in_step else "dp"
+        return EXPERT_DP if shares_experts and (self.data.has_servers or not self.data.in_step) else "dp"
+
+    @cached_property
+    def worker_ranks(self) -> str:
+        """The axes of the ranks of one worker, those of pp and tp among them, joined by `+`; empty for a single one."""
+        others = self.mesh.mesh_dims_of(self.worker_axis)
+        return "+".join(name for name, degree in self.mesh.mesh_dims if degree > 1 and name not in others)
 
     @property
     def num_replicas(self) -> int:

@@ -172,7 +172,8 @@ def replica_axis(layout: Layout, plan: Plan) -> str:
 def inner_axis(layout: Layout, plan: Plan) -> str:
     """The axis of a worker's ranks that have copies of a parameter, if they sum its gradients first; else ""."""
     if not plan.sums_workers_first:  # a single worker that trains as others would by themselves
-        return replica_axis(layout, plan) if plan.data.independent and plan.num_replicas == 1 else ""
+        is_one = plan.num_replicas == 1 and (plan.data.independent or plan.data.has_servers)
+        return replica_axis(layout, plan) if is_one else ""
     if is_sharded(layout, plan):
         return EXPERT_CP
     inside = set(plan.mesh.mesh_dims_of(plan.count_axis)) - set(plan.mesh.mesh_dims_of(plan.worker_axis))

@@ -236,9 +236,9 @@ def warnings(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def collectives(plan: Plan) -> list[Collective]:
-    """The all-reduce over all ranks in every step: fp64 statistics of all layers with experts."""
+    """The all-reduce over all workers in every step: fp64 statistics of all layers with experts."""
     layers = sum(1 for layer in plan.spec.layers() if layer.layer_role == "router")
-    if not layers or plan.world == 1 or plan.servers:
+    if not layers or plan.num_workers == 1:
         return []
     elements = statistics.exchanged(layers, plan.spec.experts)
     return [Collective(WORLD, "all_reduce", PURPOSE, 1, elements * BYTES["float64"])]

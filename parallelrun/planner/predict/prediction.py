@@ -78,10 +78,10 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
         *(plan.context.collectives(blocks, plan) if plan.context else []),
         *orthogonalising.collectives(plan, coordinate),
     ]
-    if plan.servers:
+    if plan.servers and not plan.data.in_step:
         return merge(rows)
     rows += routing.collectives(plan)
-    if plan.world > 1:
+    if plan.world > 1 and not plan.servers:
         elements = CONTROL_ELEMENTS + plan.num_norms
         rows.append(Collective(WORLD, "all_reduce", CONTROL, 1, elements * BYTES["float64"]))
     if plan.spec.has_ignored and pp_rank == plan.last_stage_pp_rank and plan.num_data_ranks > 1:
@@ -152,7 +152,7 @@ def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
         gradients += count * gradient
         states += count * state
     weights += data.gathered_bytes(pp_rank, coordinate, plan)
-    gradients += data.held_bytes(pp_rank, coordinate, plan) if plan.num_data_ranks > 1 else 0
+    gradients += data.held_bytes(pp_rank, coordinate, plan) if plan.num_data_ranks > 1 or plan.servers else 0
     return weights, gradients, states
 
 

@@ -21,8 +21,13 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
 
     Workers are classified by equal pp ranks, then by rank of tp if weights are sharded unevenly over it, by rank of the
     data axis if shards of the last sums (partial axes, tied copies) are uneven or the data strategy distinguishes its
-    ranks (`sending_classes`), and by the matrices that Muon sends them. Every server is its own class.
+    ranks (`sending_classes`), and by the matrices that Muon sends them. With servers, every server and every rank of one
+    worker is a class.
     """
+    if plan.servers:
+        ranks = plan.mesh.group_of(0, *plan.worker_ranks.split("+"))
+        servers = range(plan.num_workers, plan.world)
+        return [*((rank, plan.num_replicas) for rank in ranks), *((rank, 1) for rank in servers)]
     originals = {original for _, original in plan.tied_copies}
     classes = []
     for pp_ranks in pp_rank_classes(plan):
@@ -38,7 +43,7 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
             times = plan.num_data_ranks // plan.mesh.size(plan.data_axis)
             replicas = [(_replica(plan, coordinate, i), count * times) for i, count in own or ()] or [(rank, 1)]
             classes += [(replica, len(pp_ranks) * num_alike * count) for replica, count in replicas]
-    return classes + [(rank, 1) for rank in range(plan.num_workers, plan.world)]
+    return classes
 
 
 def _replica(plan: Plan, coordinate: dict[str, int], index: int) -> int:

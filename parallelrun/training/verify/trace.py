@@ -100,7 +100,7 @@ def record(training: Training, steps: int, decisions: RecordedDecisions | None =
         decisions.attach(training)
     trace = Trace()
     scaler = LossScaler(config.precision, scaled=training.plan.precision.scaled)
-    trace.initial = _gather(training, lambda p: p.tensor.detach(), trace)
+    trace.initial = gather_weights(training, trace)
 
     def observe(seen: Training) -> None:
         trace.gradients.append(_gather(seen, lambda p: _gradient(p) / scaler.scale, trace))
@@ -111,7 +111,7 @@ def record(training: Training, steps: int, decisions: RecordedDecisions | None =
         scaler.update(result.applied)
         trace.losses.append(result.loss)
         trace.grad_norms.append(result.grad_norm)
-    trace.final = _gather(training, lambda p: p.tensor.detach(), trace)
+    trace.final = gather_weights(training, trace)
     trace.val_loss = measure(training).loss
     if decisions is not None:
         axis = training.plan.tensor.token_axis(training.plan)  # whose ranks route the same tokens
@@ -124,6 +124,11 @@ def record(training: Training, steps: int, decisions: RecordedDecisions | None =
 def _gradient(parameter: LocalParameter) -> Tensor:
     grad = parameter.tensor.grad
     return torch.zeros_like(parameter.tensor) if grad is None else grad.detach()
+
+
+def gather_weights(training: Training, trace: Trace) -> dict[str, Tensor]:
+    """Return the logical weights on the CPU of rank 0, and record copies that differ in `trace`. Collective."""
+    return _gather(training, lambda p: p.tensor.detach(), trace)
 
 
 def _gather(training: Training, part: Callable[[LocalParameter], Tensor], trace: Trace) -> dict[str, Tensor]:

@@ -1,13 +1,14 @@
 """Point-to-point connections between workers and servers, and the flat buffers that they carry in CPU memory.
 
-A receive of gloo can neither be polled nor cancelled. So a server has one thread per worker that waits in a blocking
-receive, and workers send without waiting. NCCL, which has no tags, is used among workers only.
+A receive of gloo can neither be polled nor cancelled. So a server has one thread per rank that waits in a blocking
+receive, and workers send without waiting. NCCL, which has no tags, is used among workers only. Both ends derive from
+the plan which elements a message has (`shards.pieces`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -16,13 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun.distributed import comm, torch_private
-from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.contract.plan import Collective, Plan
-from parallelrun.training.loop.flat_tensors import flat_views, flatten, unflatten
+from parallelrun.training.loop.flat_tensors import flat_views
 
-from .plan import sharding
-from .protocol import AXIS, CONTROL, COUNTED, PULL, PUSH, Ask, ServerReply, WorkerRequest
-from .shards import Shard
+from .protocol import AXIS, CONTROL, COUNTED, PULL, PUSH, ServerReply, WorkerRequest
+from .shards import Piece, pieces
+from .store import PushedPart, ShardStore
 
 Header = TypeVar("Header", WorkerRequest, ServerReply)
 _TAGS = {CONTROL: 21, PUSH: 22, PULL: 23}
@@ -96,18 +96,31 @@ class Channel:
             raise PeerLost(f"the connection to rank {self.peer} is lost: {error}") from error
 
 
-class WorkerConnection:
-    """A server's end of the connection to one worker: the channel, one buffer per direction, and what it measures.
+class RankConnection:
+    """A server's end of the connection to one rank of a worker: the channel, one buffer per direction, and messages.
 
-    num_exchanges: pushes that were answered. messages: of the counted exchange. blocked_s: seconds for which the worker
-    waited for answers to its pushes.
+    pushed: the parts of the gradient that the rank pushes, each with its values in the buffer `push`. payload: the
+    weights that are sent next. num_exchanges: pushes that were answered. messages: of the counted exchange.
     """
 
-    def __init__(self, worker: int, weights: Tensor):
-        self.worker, self.channel = worker, Channel(worker)
-        self.push, self.pull = torch.zeros_like(weights), torch.zeros_like(weights)
-        self.num_exchanges, self.blocked_s = 0, 0.0
+    def __init__(self, rank: int, plan: Plan, store: ShardStore):
+        self.rank, self.worker = rank, plan.mesh.coordinate(rank)[plan.worker_axis]
+        self.channel, self._weights = Channel(rank), store.weights
+        pushed, pulled = pieces(plan, rank, store.shards)
+        weights = [parameter.tensor for parameter in store.parameters]
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        self.push, self.pushed = _paired(store.gradient, gradients, pushed)
+        self._pull, self._pulled = _paired(store.weights, weights, pulled)
+        self.payload = self._pull
+        self.num_exchanges = 0
         self.messages: list[Collective] = []
+
+    def copy_weights(self, is_fixed: bool) -> None:
+        """Make the weights as they are the payload. is_fixed: nothing changes them before they are received."""
+        if is_fixed and self._pull.numel() == self._weights.numel():
+            self.payload = self._weights
+        else:
+            torch_private.copy_all([values for _, values in self._pulled], [part for part, _ in self._pulled])
 
     def exchanged(self, messages: list[Collective]) -> None:
         """Count a push and its answer."""
@@ -116,130 +129,44 @@ class WorkerConnection:
             self.messages = messages
 
 
-class ShardBuffers:
-    """A worker's flat CPU buffers, one per server and direction: gradients to push and weights as pulled."""
+class WorkerConnections:
+    """The connections to all ranks of a worker, which act as one: each request is made by all of them, and the last to
+    make it gets it done, so that they use weights of one version, and steps and staleness count once.
 
-    def __init__(self, plan: Plan, parameters: Sequence[LocalParameter]):
-        self._parameters = {parameter.name: parameter.tensor for parameter in parameters}
-        self._by_server = sharding(plan).of_server
-        self._shards = [shard for shards in self._by_server for shard in shards]
-        numels = [sum(shard.numel for shard in shards) for shards in self._by_server]
-        dtype = getattr(torch, plan.precision.stored)
-        self.pushes, self.pulls = ([torch.zeros(numel, dtype=dtype) for numel in numels] for _ in range(2))
-        self._push_views, self._pull_views = self._views(self.pushes), self._views(self.pulls)
-        self._weights = [_rows(self._parameters[shard.name].detach(), shard) for shard in self._shards]
-
-    def pack(self) -> None:
-        """Copy the gradients into `pushes`."""
-        gradients = {name: tensor.grad for name, tensor in self._parameters.items() if tensor.grad is not None}
-        torch_private.copy_all(self._push_views, [_rows(gradients[shard.name], shard) for shard in self._shards])
-
-    def unpack(self) -> None:
-        """Copy `pulls` into the weights."""
-        torch_private.copy_all(self._weights, self._pull_views)
-
-    def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the contents of buffers like `pulls` as logical tensors on the CPU."""
-        values = {n: torch.empty_like(value, device="cpu").detach() for n, value in self._parameters.items()}
-        for shard, view in zip(self._shards, self._views(flats)):
-            _rows(values[shard.name], shard).copy_(view)
-        return values
-
-    def _views(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        return [v for flat, own in zip(flats, self._by_server) for v in flat_views(flat, (s.shape for s in own))]
-
-
-def _rows(tensor: Tensor, shard: Shard) -> Tensor:
-    return tensor[shard.start : shard.stop] if tensor.dim() else tensor
-
-
-class ServerClient:
-    """A worker's connections to all servers: pushes go to every server at once, pulls fill the module's weights.
-
-    versions: of each server's weights, as last pulled.
+    requests: those of the ranks that wait for the others, by rank. turn: number of requests done. reply: to the last
+    one. blocked_s: seconds for which the worker waited for answers to its pushes.
     """
 
-    def __init__(self, plan: Plan, parameters: Sequence[LocalParameter], frozen: Sequence[LocalParameter]):
-        self.buffers = ShardBuffers(plan, parameters)
-        self._frozen = [parameter.tensor.detach() for parameter in frozen]
-        self._channels = [Channel(plan.num_workers + server) for server in range(plan.servers)]
-        self.versions = [0] * plan.servers
+    def __init__(self, index: int, connections: Sequence[RankConnection]):
+        self.index, self.ranks = index, [connection for connection in connections if connection.worker == index]
+        self.requests: dict[int, WorkerRequest] = {}
+        self.turn, self.reply = 0, ServerReply()
+        self.blocked_s = 0.0
 
-    def read(self) -> ServerReply:
-        """Pull the current weights; return the first server's reply."""
-        return self._pull([WorkerRequest(Ask.READ)] * len(self._channels), [])
+    @property
+    def pushed(self) -> list[PushedPart]:
+        """The worker's gradient, each element once."""
+        return [part for connection in self.ranks for part in connection.pushed]
 
-    def update(self, request: WorkerRequest) -> ServerReply:
-        """Push the packed gradient and pull the weights once the servers allow it; return the first server's reply."""
-        requests = [request._replace(ask=Ask.UPDATE, pulled=version) for version in self.versions]
-        return self._pull(requests, self.buffers.pushes)
+    def request(self) -> WorkerRequest | None:
+        """Take the worker's request, once all ranks have made it."""
+        if len(self.requests) < len(self.ranks):
+            return None
+        requests = [self.requests.pop(connection.rank) for connection in self.ranks]
+        return WorkerRequest.together(requests)
 
-    def wait_at_barrier(self, request: WorkerRequest, waiting: Callable[[], None]) -> int:
-        """Wait at a barrier (Ask.SAVE or Ask.END); return the step of a checkpoint that could not be written, or 0.
+    def done(self, reply: ServerReply, is_fixed: bool) -> None:
+        """Give every rank the reply, and the weights of its version."""
+        self.turn, self.reply = self.turn + 1, reply
+        for connection in self.ranks:
+            connection.copy_weights(is_fixed)
 
-        waiting: called about once a second meanwhile.
-        """
-        for channel in self._channels:
-            channel.send_header(request)
-        pending, failed = self._channels, 0
-        while pending:
-            replies = [channel.receive_header(ServerReply) for channel in pending]
-            failed = max(failed, *(reply.clock for reply in replies if reply.ready), 0)
-            pending = [channel for channel, reply in zip(pending, replies) if not reply.ready]
-            waiting()
-        for channel in self._channels:
-            channel.flush()
-        return failed
 
-    def read_frozen(self) -> None:
-        """Take over the first server's values of the frozen parameters."""
-        if self._frozen:
-            flat = torch.empty(sum(tensor.numel() for tensor in self._frozen), dtype=self.buffers.pulls[0].dtype)
-            self._exchange(self._channels[:1], [WorkerRequest(Ask.READ_FROZEN)], pulls=[flat])
-            unflatten(flat, self._frozen)
-
-    def keep_frozen(self) -> None:
-        """Give the first server this worker's frozen parameters (running statistics), to be saved."""
-        if self._frozen:
-            flat = flatten(self._frozen).to("cpu", self.buffers.pulls[0].dtype)
-            self._exchange(self._channels[:1], [WorkerRequest(Ask.KEEP_FROZEN)], pushes=[flat])
-
-    def read_gradient(self, version: int) -> dict[str, Tensor]:
-        """Return the gradient of the servers' update number `version`, by name (verify)."""
-        flats = [torch.empty_like(pull) for pull in self.buffers.pulls]
-        self._exchange(self._channels, [WorkerRequest(Ask.READ_GRADIENT, version)] * len(flats), pulls=flats)
-        return self.buffers.by_name(flats)
-
-    def leave(self) -> None:
-        """Close the connections: the servers' threads for this worker end."""
-        for channel in self._channels:
-            channel.send_header(WorkerRequest(Ask.LEAVE))
-        for channel in self._channels:
-            channel.flush()
-
-    def _pull(self, requests: Sequence[WorkerRequest], pushes: Sequence[Tensor]) -> ServerReply:
-        replies = self._exchange(self._channels, requests, pushes, self.buffers.pulls)
-        self.versions = [reply.version for reply in replies]
-        self.buffers.unpack()
-        return replies[0]
-
-    def _exchange(
-        self,
-        channels: Sequence[Channel],
-        requests: Sequence[WorkerRequest],
-        pushes: Sequence[Tensor] = (),
-        pulls: Sequence[Tensor] = (),
-    ) -> list[ServerReply]:
-        """Send every server a request (and its push), then receive its reply (and its pull)."""
-        for number, (channel, request) in enumerate(zip(channels, requests)):
-            channel.send_header(request)
-            if pushes:
-                channel.send(pushes[number], PUSH)
-        replies = []
-        for number, channel in enumerate(channels):
-            replies.append(channel.receive_header(ServerReply))
-            if pulls:
-                channel.receive(pulls[number], PULL)
-        for channel in channels:
-            channel.flush()
-        return replies
+def _paired(flat: Tensor, shards: Sequence[Tensor], own: Sequence[Piece]) -> tuple[Tensor, list[PushedPart]]:
+    """Return a buffer for pieces of the shards in `flat`, and each piece with its values in the buffer: one pair if
+    they are all of `flat`."""
+    buffer = flat.new_zeros(sum(piece.numel for piece in own))
+    if buffer.numel() == flat.numel():
+        return buffer, [(flat, buffer)]
+    parts = [shards[piece.number][piece.in_shard] for piece in own]
+    return buffer, list(zip(parts, flat_views(buffer, (piece.shape for piece in own))))

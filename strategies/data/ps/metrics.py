@@ -1,4 +1,4 @@
-"""Records of a run: metrics.jsonl, comm.json, summary.json and servers.json, all written by worker 0.
+"""Records of a run: metrics.jsonl, comm.json, summary.json and servers.json, all written by rank 0.
 
 If the workers are in step, each step of worker 0 is a row of metrics.jsonl. Otherwise each update in the first server's
 apply log is a row; the newest row is written with the next one, so that an evaluation can be added to it.
@@ -20,7 +20,7 @@ from parallelrun.training.metrics.step_records import StepRecord
 from parallelrun.training.metrics.timing import StepClock
 
 from .apply_log import AppliedUpdate, ApplyLogReader
-from .plan import ParameterServer, sharding
+from .plan import ParameterServer, sharding, worker_batch
 from .protocol import ServerReply
 
 # the fields of `LogStatistics` that summary.json has too
@@ -28,13 +28,13 @@ SUMMARY = ("updates", "staleness_mean", "staleness_max", "clock_gap_max", "dropp
 
 
 class MetricsWriter:
-    """Writes worker 0's records; on the other workers it only keeps their step times."""
+    """Writes rank 0's records; on the other ranks it only keeps their step times."""
 
     def __init__(self, training: Training, context: WorkerContext, start: int):
         plan = training.plan
         self._training, self._context, self._settings = training, context, ParameterServer.of(plan)
         self.by_log = not self._settings.in_step
-        num_rows = (training.config.steps - start) * (1 if self._settings.synchronous else plan.num_workers)
+        num_rows = (training.config.steps - start) * (1 if self._settings.synchronous else plan.num_replicas)
         self.recorder = Recorder(training, context, num_rows if self.by_log else None)
         self._reader = ApplyLogReader(context.directory)
         self._last_record: StepRecord | None = None
@@ -85,7 +85,7 @@ class MetricsWriter:
             "consistency": settings.consistency,
             "staleness_bound": settings.staleness,
             "backup_workers": settings.backup_workers,
-            "lost_workers": len(first_server["lost"]),
+            "lost_workers": len(first_server["lost"]) * plan.num_replicas // plan.num_workers,
             "shard_imbalance": sharding(plan).imbalance,
         }
         document = {**statistics, **facts, "blocked_s_of_worker": first_server["blocked_s"]}
@@ -96,7 +96,7 @@ class MetricsWriter:
     def _record(self, row: AppliedUpdate) -> StepRecord:
         """One update as a row: loss and norm are of the worker that pushed, or means over those averaged."""
         plan = self._training.plan
-        self._samples += plan.batch.replica_batch * len(row.pushes)
+        self._samples += worker_batch(plan) * len(row.pushes)
         seconds = row.step_time_s or row.time_s - self._last_s
         self._last_s = row.time_s
         more: dict[str, Any] = {

@@ -1,30 +1,44 @@
 """The plan of a parameter server: its settings, what it refuses, and its predicted traffic and memory.
 
-The servers are the last ranks and outside the mesh: dp counts the workers.
+The servers are the last ranks and outside the mesh: dp counts the workers, or, with experts over ep, the ranks of
+several that hold one copy of the model. A worker of several ranks (DistBelief's were model parallel: Dean et al. 2012)
+is one worker to the servers: its ranks sum their gradients, then each pushes and pulls its own part of the model (Li et
+al. 2014: a node exchanges the key ranges that it works on with the servers that own them).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parallelrun.base.errors import Problem
-from parallelrun.base.precision import BYTES, TABLE
+from parallelrun.base.layout import Layout
+from parallelrun.base.precision import BYTES
 from parallelrun.base.wording import counted
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.planner.contract.data_strategy import DataStrategy
+from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy
 from parallelrun.planner.contract.memory import Memory
-from parallelrun.planner.contract.messages import Call, ExplainedExchange, ExplainedMessage, ExplainedRound, Explanation
-from parallelrun.planner.contract.optimizers import OPTIMIZERS
-from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+from parallelrun.planner.contract.messages import (
+    Call,
+    ExplainedExchange,
+    ExplainedMessage,
+    ExplainedRound,
+    Explanation,
+    ranks_over,
+)
+from parallelrun.planner.contract.parameters import HeldParameter
+from parallelrun.planner.contract.plan import Collective, Equivalence, Plan, once
 from parallelrun.planner.contract.request import Request
+from parallelrun.planner.pieces.expert_axes import inner_axis
 from parallelrun.planner.predict.prediction import COUNT_BYTES
 
+from ..common.bucket_prediction import buckets_of, final_collectives, inner_sums
+from ..common.buckets import Shape, partition
 from ..common.keys import ParameterServerConfig
+from . import checks
+from .checks import DEFAULT_STALENESS, SSP, SYNC
 from .protocol import AXIS, CONTROL, NORM_BYTES, PULL, PUSH, REPLY_BYTES, REQUEST_BYTES
-from .shards import Sharding, assign, cut
-
-SYNC, ASYNC, SSP = "sync", "async", "ssp"
-DEFAULT_STALENESS = 2
+from .shards import Shard, Sharding, assign, num_rows, pieces
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,8 @@ class ParameterServer(DataStrategy):
     kind = "ps"
     config_class = ParameterServerConfig
     has_servers = True
+    takes_experts = True
+    takes_context = True
 
     servers: int = 1
     consistency: str = SYNC
@@ -61,9 +77,9 @@ class ParameterServer(DataStrategy):
     def in_step(self) -> bool:
         return self.synchronous and not self.backup_workers
 
-    def counts_targets(self, plan: Plan) -> bool:
-        """Whether workers sum the numbers of their targets in every step."""
-        return self.in_step and plan.spec.has_ignored and plan.spec.router is not None and plan.num_workers > 1
+    @property
+    def sums_workers_first(self) -> bool:
+        return True
 
     def spare_workers(self, num_workers: int) -> int:
         return num_workers - self.quorum(num_workers)
@@ -86,17 +102,15 @@ class ParameterServer(DataStrategy):
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
-        problems = _check_other_axes(request)
-        checks = (_check_consistency, _check_delays, _check_num_servers, _check_unsupported)
-        return problems or [problem for check in checks for problem in check(request)]
+        return checks.check(request)
 
     @classmethod
     def resolve(cls, request: Request) -> ParameterServer:
         data = ParameterServerConfig.of(request.config)
         return cls(
             servers=request.servers,
-            consistency=_consistency(request),
-            staleness=_staleness(request),
+            consistency=checks.consistency_of(request),
+            staleness=checks.staleness_of(request),
             backup_workers=data.backup_workers or 0,
             delays=tuple((worker, float(seconds)) for worker, seconds in enumerate(data.delays) if seconds > 0),
             shard_min_bytes=int(data.shard_min_kb * 2**10),
@@ -104,33 +118,49 @@ class ParameterServer(DataStrategy):
 
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
-        if _consistency(request) != SSP or ParameterServerConfig.of(request.config).staleness is not None:
+        if checks.consistency_of(request) != SSP or ParameterServerConfig.of(request.config).staleness is not None:
             return ()
         return (f"staleness={DEFAULT_STALENESS} (filled: clocks the fastest worker may be ahead under ssp)",)
 
     def resolved_config(self, config: Config) -> ParameterServerConfig:
         return replace(ParameterServerConfig.of(config), servers=self.servers)
 
+    def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:
+        """The buckets that the ranks of a worker sum, of parameters of which several have copies: under cp and ep."""
+        sums = [plan.mesh.size(inner_axis(parameter.layout, plan)) > 1 for parameter in trained]
+        return partition(trained, shapes, plan, only=[index for index, several in enumerate(sums) if several])
+
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-        """One worker's messages in a step."""
-        servers = plan.servers
-        counts = [Collective(plan.count_axis, "all_reduce", CONTROL, 1, COUNT_BYTES)]
+        """The messages of one rank of a worker in a step."""
+        servers, exchanged = plan.servers, of_servers(plan.mesh.rank(**coordinate), plan)
+        pushes = [size for size, _ in exchanged if size]
         return [
-            *(counts if self.counts_targets(plan) else []),
+            *self._inside_worker(pp_rank, coordinate, plan),
             Collective(AXIS, "send", CONTROL, servers, servers * REQUEST_BYTES),
             Collective(AXIS, "recv", CONTROL, servers, 0),
-            Collective(AXIS, "send", PUSH, servers, sum(sharding(plan).num_bytes)),
-            Collective(AXIS, "recv", PULL, servers, 0),
+            Collective(AXIS, "send", PUSH, len(pushes), sum(pushes)),
+            Collective(AXIS, "recv", PULL, sum(1 for _, size in exchanged if size), 0),
         ]
+
+    def _inside_worker(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+        """What the ranks of a worker sum: gradients, the norm that clips a push, and the number of targets."""
+        rows = inner_sums(pp_rank, coordinate, plan) + final_collectives(pp_rank, coordinate, plan)
+        if plan.worker_ranks and not self.synchronous:
+            rows.append(Collective(plan.worker_ranks, "all_reduce", CONTROL, 1, NORM_BYTES))
+        axis, counts = counting_axis(plan), plan.spec.has_ignored and pp_rank == plan.last_stage_pp_rank
+        if counts and not self.in_step and plan.mesh.size(axis) > 1:
+            rows.append(Collective(axis, "all_reduce", CONTROL, 1, COUNT_BYTES))
+        return rows
 
     def server_collectives(self, server: int, plan: Plan) -> list[Collective]:
         """One server's messages while every worker does one step."""
-        workers = plan.num_workers
+        ranks, exchanged = plan.num_workers, of_ranks(server, plan)
+        pulls = [size for _, size in exchanged if size]
         rows = [
-            Collective(AXIS, "send", CONTROL, workers, workers * REPLY_BYTES),
-            Collective(AXIS, "recv", CONTROL, workers, 0),
-            Collective(AXIS, "send", PULL, workers, workers * sharding(plan).num_bytes[server]),
-            Collective(AXIS, "recv", PUSH, workers, 0),
+            Collective(AXIS, "send", CONTROL, ranks, ranks * REPLY_BYTES),
+            Collective(AXIS, "recv", CONTROL, ranks, 0),
+            Collective(AXIS, "send", PULL, plan.num_replicas * len(pulls), plan.num_replicas * sum(pulls)),
+            Collective(AXIS, "recv", PUSH, plan.num_replicas * sum(1 for size, _ in exchanged if size), 0),
         ]
         if self.synchronous and plan.servers > 1:
             rows.append(Collective(AXIS, "all_reduce", CONTROL, 1, NORM_BYTES))
@@ -138,21 +168,26 @@ class ParameterServer(DataStrategy):
 
     def explain(self, plan: Plan) -> Explanation:
         """Every message of one step of every worker."""
-        pushes, pulls = [], []
+        pushes, pulls, sums = [], [], []
         for worker in range(plan.num_workers):
-            for server, size in enumerate(sharding(plan).num_bytes):
+            coordinate = plan.mesh.coordinate(worker)
+            for row in self._inside_worker(coordinate["pp"], coordinate, plan):
+                if (members := ranks_over(plan, row.axis, worker))[0] == worker:
+                    sums.append(Call(row.operation, members, row.purpose, row.payload_bytes, row.axis, row.purpose))
+            for server, (pushed, pulled) in enumerate(of_servers(worker, plan)):
                 rank, shards = plan.num_workers + server, f"of server {server}'s shards"
                 pushes.append(ExplainedMessage(worker, rank, "header: step, loss, norm", REQUEST_BYTES, CONTROL))
-                pushes.append(ExplainedMessage(worker, rank, f"gradient {shards}", size, PUSH))
                 pulls.append(ExplainedMessage(rank, worker, "header: version, loss, norm", REPLY_BYTES, CONTROL))
-                pulls.append(ExplainedMessage(rank, worker, f"weights {shards}", size, PULL))
-        rounds = [ExplainedRound("push: each worker sends its gradient to every server", tuple(pushes))]
+                pushes += [ExplainedMessage(worker, rank, f"gradient {shards}", pushed, PUSH)] if pushed else []
+                pulls += [ExplainedMessage(rank, worker, f"weights {shards}", pulled, PULL)] if pulled else []
+        rounds = [ExplainedRound("the ranks of a worker sum", calls=tuple(sums))] if sums else []
+        rounds.append(ExplainedRound("push: each worker sends its gradient to every server", tuple(pushes)))
         if self.synchronous and plan.servers > 1:
             servers = tuple(range(plan.num_workers, plan.world))
             norm = Call("all_reduce", servers, "squared norm", NORM_BYTES, AXIS, CONTROL)
             rounds.append(ExplainedRound("the servers sum the squared norm of the gradient", calls=(norm,)))
         rounds.append(ExplainedRound("pull: each server sends its updated weights back", tuple(pulls)))
-        title = f"one step of {counted(plan.num_workers, 'worker')} and {counted(plan.servers, 'server')}"
+        title = f"one step of {counted(plan.num_replicas, 'worker')} and {counted(plan.servers, 'server')}"
         text = (
             "The servers own the weights, cut into shards of about equal bytes, and the optimizer. A worker pushes "
             "each server the gradient of its shards; the server "
@@ -165,19 +200,26 @@ class ParameterServer(DataStrategy):
 
     def server_memory(self, server: int, plan: Plan) -> Memory:
         """Bytes of one server: weights, an update's gradient, the optimizer's state, and a buffer for the push and one
-        for the answer of each worker."""
+        for the answer of each rank of each worker."""
         weights = sharding(plan).num_bytes[server]
-        pushes = pulls = plan.num_workers * weights
+        pushes = plan.num_replicas * weights
+        pulls = plan.num_replicas * sum(size for _, size in of_ranks(server, plan))
         states, not_counted = weights * plan.optimizer_states, ("the framework's own memory",)
         return Memory(weights, weights + pushes, states, 0, pulls, not_counted)
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """A worker pulls the weights of each server into a buffer."""
-        return sum(sharding(plan).num_bytes)
+        """A rank pulls its part of the weights of each server into a buffer."""
+        return sum(pulled for _, pulled in of_servers(plan.mesh.rank(**coordinate), plan))
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """A worker pushes gradients from another buffer."""
-        return sum(sharding(plan).num_bytes)
+        """A rank pushes gradients from another buffer."""
+        return sum(pushed for pushed, _ in of_servers(plan.mesh.rank(**coordinate), plan))
+
+    def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """The flat copies of two buckets that the ranks of a worker sum at a time."""
+        buckets = buckets_of(pp_rank, coordinate, plan)
+        sizes = [buckets.sent_bytes(number, padded=False) for number in range(len(buckets.parts))]
+        return max(map(sum, zip(sizes, [*sizes[1:], 0])), default=0)
 
     def num_shards(self, server: int, plan: Plan) -> int:
         return len(sharding(plan).of_server[server])
@@ -194,92 +236,43 @@ def sharding(plan: Plan) -> Sharding:
     return assign(plan.spec, settings.servers, settings.shard_min_bytes, BYTES[plan.precision.stored])
 
 
-def _consistency(request: Request) -> str:
-    data = ParameterServerConfig.of(request.config)
-    return data.consistency or (SYNC if data.staleness is None else SSP)
+def frozen_shards(plan: Plan) -> list[Shard]:
+    """The parameters that are not trained, which the first server has for checkpoints."""
+    return [Shard(spec, 0, num_rows(spec)) for spec in plan.spec.parameters.values() if spec.frozen]
 
 
-def _staleness(request: Request) -> int | None:
-    if _consistency(request) != SSP:
-        return None
-    staleness = ParameterServerConfig.of(request.config).staleness
-    return DEFAULT_STALENESS if staleness is None else staleness
+def worker_batch(plan: Plan) -> int:
+    """Samples of one worker in a step."""
+    return plan.batch.replica_batch * plan.mesh.size("dp") // plan.num_replicas
 
 
-def _check_other_axes(request: Request) -> list[Problem]:
-    """Under tp or pp a worker would be several ranks, each with a part of the gradient whose norm clips them all."""
-    return [
-        Problem(
-            f"strategy.data.kind=ps with {axis}={degree}: a worker is one rank that holds the complete model",
-            axis,
-            f"{axis}=1, or strategy=ptdp",
-            kind="not_built",
-        )
-        for axis, degree in (("tp", request.tp), ("pp", request.pp))
-        if degree > 1
-    ]
+def counting_axis(plan: Plan) -> str:
+    """The axis of the ranks of one worker that have targets of their own."""
+    return inner_axis(Layout(()), plan)
 
 
-def _check_consistency(request: Request) -> list[Problem]:
-    """Staleness and backup workers that the consistency does not read, or that leave no gradient for an update."""
-    data, consistency, problems = ParameterServerConfig.of(request.config), _consistency(request), []
-    staleness, backups = data.staleness, data.backup_workers or 0
-    if staleness is not None and consistency != SSP:
-        cause = "every update waits for all workers, so no gradient is stale"
-        cause = cause if consistency == SYNC else "async has no bound"
-        message = f"staleness={staleness} with consistency={consistency}: {cause}"
-        fix = "consistency=ssp, or leave staleness out"
-        problems.append(Problem(message, "staleness", fix, kind="contradiction"))
-    if backups and consistency != SYNC:
-        cause = "an update uses one gradient, so none is spare"
-        message = f"backup_workers={backups} with consistency={consistency}: {cause}"
-        fix = "consistency=sync, or leave backup_workers out"
-        problems.append(Problem(message, "backup_workers", fix, kind="contradiction"))
-    elif backups and backups >= request.dp:
-        message = f"backup_workers={backups} of dp={request.dp}: an update needs at least one gradient"
-        more = f"dp={backups + 1}" if request.config.world is None else f"world={backups + 1 + request.servers}"
-        fix = f"{more} or backup_workers={request.dp - 1}"
-        problems.append(Problem(message, "backup_workers", fix, kind="arithmetic"))
-    return problems
+def of_servers(rank: int, plan: Plan) -> list[tuple[int, int]]:
+    """(bytes that a rank of a worker pushes to a server in a step, bytes that it pulls) by server. Equal ranks of all
+    workers exchange the same."""
+    if not plan.worker_ranks:
+        return [(size, size) for size in sharding(plan).num_bytes]
+    mesh = plan.mesh
+    coordinate = {name: mesh.coordinate(rank)[name] for name in mesh.mesh_dim_names}
+    first = mesh.rank(**(coordinate | dict.fromkeys(mesh.mesh_dims_of(plan.worker_axis), 0)))
+    size = BYTES[plan.precision.stored]
+
+    def compute() -> list[tuple[int, int]]:
+        owners = [(server, shard) for server, own in enumerate(sharding(plan).of_server) for shard in own]
+        sums = [[0, 0] for _ in range(plan.servers)]
+        for direction, own in enumerate(pieces(plan, first, [shard for _, shard in owners])):
+            for piece in own:
+                sums[owners[piece.number][0]][direction] += size * piece.numel
+        return [(pushed, pulled) for pushed, pulled in sums]
+
+    return once(plan.weights_cache, ("exchanged with servers", first), compute)
 
 
-def _check_delays(request: Request) -> list[Problem]:
-    delays, key = ParameterServerConfig.of(request.config).delays, "strategy.data.delays"
-    if any(not isinstance(seconds, (int, float)) or not 0 <= seconds < float("inf") for seconds in delays):
-        return [Problem(f"{key}={delays}: each delay is a number of seconds, at least 0", key, f"{key}=[0,0.1]")]
-    if len(delays) > request.dp:
-        message = f"{key} has {len(delays)} entries, but there are {counted(request.dp, 'worker')}"
-        return [Problem(message, key, f"dp={len(delays)}", kind="arithmetic")]
-    return []
-
-
-def _check_num_servers(request: Request) -> list[Problem]:
-    """Every server must own something."""
-    element_size = BYTES[TABLE[request.config.precision.name].stored]
-    min_bytes = int(ParameterServerConfig.of(request.config).shard_min_kb * 2**10)
-    pieces = len(cut(request.spec, request.servers, min_bytes, element_size))
-    if request.servers <= pieces:
-        return []
-    message = (
-        f"servers={request.servers}: the model has only {counted(pieces, 'tensor')} or pieces of {min_bytes} bytes"
-    )
-    return [Problem(message, "servers", f"servers={pieces} or strategy.data.shard_min_kb=0", kind="arithmetic")]
-
-
-def _check_unsupported(request: Request) -> list[Problem]:
-    """Features for which all workers would have to exchange something in every step."""
-    router, key, problems = request.spec.router, "model.router.bias_rate", []
-    if router is not None and router.bias_rate != 0.0:
-        message = f"{key}={router.bias_rate} needs the expert load of the global batch"
-        message += ", which workers of ps do not exchange"
-        problems.append(Problem(message, key, f"{key}=0, or strategy.data.kind=ddp", kind="not_built"))
-    if request.config.model.lora.base_dtype is not None:  # 16 bits do not pay where every worker pulls all weights
-        message = "model.lora.base_dtype: servers of ps store weights in the dtype of the precision"
-        problems.append(Problem(message, "model.lora.base_dtype", "strategy.data.kind=ddp", kind="not_built"))
-    if not OPTIMIZERS[request.config.optimizer.name].elementwise:
-        message = f"optimizer={request.config.optimizer.name} updates complete matrices; servers of ps hold pieces"
-        problems.append(Problem(message, "optimizer", "optimizer=adamw or strategy=ddp", kind="undefined"))
-    if request.config.sdc.every:  # a step that is undone was pushed, and others may have read what followed
-        message = "sdc.every looks for silent data corruption in steps that all ranks take, not on parameter servers"
-        problems.append(Problem(message, "sdc.every", "sdc.every=0 or strategy=ddp", kind="not_built"))
-    return problems
+def of_ranks(server: int, plan: Plan) -> list[tuple[int, int]]:
+    """(bytes pushed, bytes pulled) of each rank of one worker with a server."""
+    ranks = plan.mesh.group_of(0, *plan.worker_ranks.split("+"))
+    return [of_servers(rank, plan)[server] for rank in ranks]

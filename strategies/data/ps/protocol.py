@@ -9,6 +9,7 @@ A header is a fixed number of fp64 numbers: a receive of gloo needs the size, an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from math import isfinite
 from typing import NamedTuple
@@ -34,10 +35,11 @@ class Ask(IntEnum):
 
 
 class WorkerRequest(NamedTuple):
-    """A worker's header. clock: its step (from 1). pulled: the version of this server's weights that it used.
+    """The header of one rank of a worker. clock: the worker's step (from 1). pulled: the version of this server's
+    weights that it used.
 
-    loss_sum, num_valid: of its samples. norm: of its gradient, 0 if the servers measure it. stop: 1 if it was asked to
-    stop. step_time_s: seconds since its last push, without evaluation and saving.
+    loss_sum, num_valid: that no other rank counts. norm: of the worker's gradient, 0 if the servers measure it. stop: 1
+    if the rank was asked to stop. step_time_s: seconds since its last push, without evaluation and saving.
     """
 
     ask: Ask = Ask.READ
@@ -53,6 +55,18 @@ class WorkerRequest(NamedTuple):
     def finite(self) -> bool:
         """Whether the loss and the measured norm are finite."""
         return isfinite(self.loss_sum) and isfinite(self.norm)
+
+    @staticmethod
+    def together(requests: Sequence[WorkerRequest]) -> WorkerRequest:
+        """Return the request of a worker from those of its ranks: each has counted samples and targets of its own."""
+        first = requests[0]
+        assert {request[:3] for request in requests} == {first[:3]}, f"ranks of one worker differ: {requests}"
+        return first._replace(
+            loss_sum=sum(request.loss_sum for request in requests),
+            num_valid=sum(request.num_valid for request in requests),
+            stop=max(request.stop for request in requests),
+            step_time_s=max(request.step_time_s for request in requests),
+        )
 
     def logged(self, worker: int) -> Push:
         """The push as the apply log has it."""

@@ -18,7 +18,6 @@ from parallelrun.base.context import WorkerContext
 from parallelrun.base.errors import Problem, VerificationError
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.data.order import make_sampler
-from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.reader import Reader
@@ -27,11 +26,11 @@ from parallelrun.training.loop.step import measure
 from parallelrun.training.verify.checked import checked_config, checked_plan, single_device
 from parallelrun.training.verify.replay import weights_of
 from parallelrun.training.verify.run import conclude, judge, reference_trace
-from parallelrun.training.verify.trace import Trace
+from parallelrun.training.verify.trace import Trace, gather_weights
 
 from .apply_log import AppliedUpdate, LogRow, Push, read_log
-from .connections import ShardBuffers
-from .plan import ParameterServer
+from .client import ShardBuffers, by_name
+from .plan import ParameterServer, sharding, worker_batch
 from .store import ShardStore
 from .worker import Worker, clip, compute, evaluate_locally
 
@@ -45,7 +44,7 @@ def checked(config: Config, plan: Plan) -> tuple[Config, Plan]:
 
 
 def verify(config: Config, plan: Plan, context: WorkerContext) -> int:
-    """Train as a worker, compare on worker 0, write verify.json and show it; return 4 (EXIT_MISMATCH) if unequal."""
+    """Train as a rank of a worker; rank 0 compares, writes and shows verify.json. Return EXIT_MISMATCH if unequal."""
     training = build(config, plan, context.device)
     in_step = ParameterServer.of(plan).in_step
     trace = _record(training, context, in_step)
@@ -58,24 +57,29 @@ def verify(config: Config, plan: Plan, context: WorkerContext) -> int:
             document = judge(trace, _replay(config, plan, context), config, plan)
             document["against"] = "its own apply log, replayed in one process"
             document["bit_for_bit"] = all(error == 0 for error in document["max_error"].values())
-            if plan.device == "cpu" and not config.compile:  # elsewhere kernels may add in another order
+            # Elsewhere kernels may add in another order, as the ranks of a worker do.
+            if plan.device == "cpu" and not config.compile and not plan.worker_ranks:
                 document["passed"] = document["passed"] and (document["bit_for_bit"] or document["reports_only"])
     return conclude(document, training, context)
 
 
 def _record(training: Training, context: WorkerContext, in_step: bool) -> Trace:
-    """Train `config.steps` steps. Worker 0's trace is complete: one entry per step, or per update if not in step."""
+    """Train `config.steps` steps. Rank 0's trace is complete: one entry per step, or per update if not in step."""
     worker, trace = Worker(training, context), Trace()
-    trace.initial = weights_of(training)
+    if not in_step:  # later, other workers may have pushed already
+        trace.initial = gather_weights(training, trace)
     clock = worker.begin()
-    if in_step:  # otherwise other workers may have pushed already
-        trace.initial = weights_of(training)
+    if in_step:
+        trace.initial = gather_weights(training, trace)
     while clock < training.config.steps:
         context.heartbeat(clock + 1, "step")
         clock, _ = worker.step(clock + 1, False)
     worker.end(clock)
-    if worker.is_chief:
-        trace.final = weights_of(training)
+    trace.final = gather_weights(training, trace)
+    if not in_step:  # running statistics are each worker's own
+        frozen = {p.name for p in training.plan.spec.parameters.values() if p.frozen}
+        trace.disagreeing = [name for name in trace.disagreeing if name not in frozen]
+    if context.rank == 0:
         rows = [r for r in read_log(context.directory) if isinstance(r, AppliedUpdate) and r.server == 0]
         trace.losses, trace.grad_norms = [row.loss for row in rows], [row.norm for row in rows]
         trace.gradients = [_with_frozen(worker.client.read_gradient(row.version), training) for row in rows]
@@ -96,14 +100,17 @@ def _replay(config: Config, plan: Plan, context: WorkerContext) -> Trace:
     trace.losses, trace.grad_norms = replay.losses, replay.norms
     trace.gradients = [_with_frozen(gradients, training) for gradients in replay.gradients()]
     trace.final = weights_of(training)
-    trace.val_loss = evaluate_locally(training, plan.num_workers, lambda n: context.heartbeat(n, "evaluate")).loss
+    trace.val_loss = evaluate_locally(training, lambda n: context.heartbeat(n, "evaluate")).loss
     return trace
 
 
 def _with_frozen(gradients: dict[str, Tensor], training: Training) -> dict[str, Tensor]:
     """Add zeros for the frozen parameters, as in every other trace."""
-    frozen: list[LocalParameter] = training.data.frozen
-    return {**{p.name: torch.zeros_like(p.tensor, device="cpu") for p in frozen}, **gradients}
+    spec, dtype = training.plan.spec, getattr(torch, training.plan.precision.stored)
+    return {
+        name: gradients[name] if name in gradients else torch.zeros(p.shape, dtype=dtype)
+        for name, p in spec.parameters.items()
+    }
 
 
 class RecomputedPush(NamedTuple):
@@ -127,8 +134,9 @@ class LogReplay:
         split = self.training.dataset.train
         sampler = make_sampler(len(split), plan.batch.global_batch, config.seed, split.shares)
         own_plan, mesh = self.training.plan, self.training.mesh
-        self._readers = [Reader(split, sampler, own_plan, mesh, worker) for worker in range(plan.num_workers)]
-        self._buffers = ShardBuffers(plan, self.training.parameters)
+        self._readers = [Reader(split, sampler, own_plan, mesh, worker) for worker in range(plan.num_replicas)]
+        self._of_server = sharding(plan).of_server
+        self._buffers = ShardBuffers(self._of_server, self.training)
         self.stores = [ShardStore(config, plan, server) for server in range(plan.servers)]
         for store in self.stores:
             store.initialise()
@@ -157,7 +165,7 @@ class LogReplay:
     def gradients(self) -> list[dict[str, Tensor]]:
         """Return each version's gradient by name; of several async servers, their updates of equal number together."""
         versions = [by_server for _, by_server in sorted(self._gradients.items())]
-        return [self._buffers.by_name([flat for _, flat in sorted(version.items())]) for version in versions]
+        return [by_name(self._of_server, [flat for _, flat in sorted(version.items())]) for version in versions]
 
     def load_final(self) -> Training:
         """Return the training with the current weights, to be evaluated."""
@@ -177,7 +185,7 @@ class LogReplay:
         pushes = [self._recompute(push) for push in row.pushes]
         num_valid = sum(push.num_valid for push in pushes)
         counts = [float(push.num_valid) if self._synchronous and num_valid else 1.0 for push in pushes]
-        store.mean([push.gradients[row.server] for push in pushes], counts)
+        store.mean([[(store.gradient, push.gradients[row.server])] for push in pushes], counts)
         self._gradients[row.version][row.server] = store.gradient.clone()
         self._squares[row.version] += store.squared_norm()
         if row.server == 0:
@@ -197,7 +205,7 @@ class LogReplay:
             loss_sum, num_valid = compute(self.training, self._readers[push.worker].batch(push.clock))
             self.training.statistics.finish_step(key in self._with_statistics)
             self._buffers.pack()
-            norm = 0.0 if self._synchronous else clip(self._buffers.pushes, self._config.optimizer.clip)
+            norm = 0.0 if self._synchronous else clip(self._buffers.pushes, self.training)
             gradients = [flat.clone() for flat in self._buffers.pushes]
             self._recomputed[key] = RecomputedPush(gradients, loss_sum, num_valid, norm)
         return self._recomputed[key]
@@ -222,5 +230,6 @@ def _pulled_versions(rows: Sequence[LogRow], num_servers: int) -> dict[PushKey, 
 def _one_worker(config: Config, plan: Plan, device: torch.device) -> Training:
     """A training on one device that computes like one worker, in microbatches of the same size."""
     own_config, own_plan = single_device(config, plan)
-    own_plan = replace(own_plan, batch=plan.batch, recompute=plan.recompute)
+    batch = replace(plan.batch, microbatches=worker_batch(plan) // plan.batch.micro_batch)
+    own_plan = replace(own_plan, batch=batch, recompute=plan.recompute)
     return build(replace(own_config, recompute=config.recompute), own_plan, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -10,19 +11,22 @@ from parallelrun.base.errors import EXIT_OK, EXIT_PREEMPTED
 from parallelrun.base.records import write_json
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.distributed.mesh import Mesh
 from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.report.records import attempts
 from parallelrun.report.runs import final_panel as report
 from parallelrun.report.runs.bench import show as show_bench
 from parallelrun.training.loop import bench
 from parallelrun.training.loop.build import Training, build
-from parallelrun.training.loop.data_runtime import DataRuntime
+from parallelrun.training.loop.data_runtime import DataRuntime, Pair
+from parallelrun.training.loop.flat_tensors import bucket_pairs
 from parallelrun.training.loop.saves import SaveTimes
 from parallelrun.training.loop.step import Evaluation, measure
 from parallelrun.training.metrics.profiler import StepProfiler
 from parallelrun.training.metrics.recorder import peak_bytes
 from parallelrun.training.metrics.timing import StepClock
 
+from ..common.bucket_sums import sum_inside_worker
 from . import reference
 from .connections import collect_facts, publish_facts
 from .metrics import MetricsWriter
@@ -113,17 +117,17 @@ def _evaluate(worker: Worker, writer: MetricsWriter, before: int, clock: int) ->
 def _end(
     worker: Worker, writer: MetricsWriter, counted: list[Collective] | None, start: int, clock: int, stopped: bool
 ) -> None:
-    """Wait for the other workers; worker 0 evaluates the final weights and writes the facts of all ranks."""
+    """Wait for the other workers; worker 0 evaluates the final weights, and rank 0 writes the facts of all ranks."""
     plan, context = worker.training.plan, worker.context
     own_facts = writer.recorder.facts(counted)
-    if not worker.is_chief:
+    if context.rank:
         publish_facts(context.rank, own_facts)
     worker.end(clock, writer.follow_log)
-    if not worker.is_chief:
-        return
-    if writer.by_log and not stopped:
+    if worker.is_chief and writer.by_log and not stopped:
         writer.follow_log()
         writer.add_evaluation(worker.evaluate())
+    if context.rank:
+        return
     servers = {rank: collect_facts(rank) for rank in range(plan.num_workers, plan.world)}
     lost = set(servers[plan.num_workers]["lost"])
     others = {rank: collect_facts(rank) for rank in range(1, plan.num_workers) if rank not in lost}
@@ -137,11 +141,20 @@ def _end(
 
 
 class WorkerRuntime(DataRuntime):
-    """A worker computes with the complete weights; its gradients stay local until it pushes them."""
+    """A worker computes with one copy of the weights; its ranks with copies of the same sum their gradients, which then
+    stay local until they are pushed."""
+
+    def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
+        super().__init__(pairs, plan, mesh)
+        self._buckets = [own for _, own in bucket_pairs(pairs, plan)[0]]
 
     @classmethod
     def run_rank(cls, config: Config, plan: Plan, context: WorkerContext) -> int:
         return run(config, plan, context)
+
+    def finish_gradients(self) -> None:
+        super().finish_gradients()
+        sum_inside_worker(self._buckets, self._plan, self._mesh)
 
 
 RUNTIME = WorkerRuntime

@@ -1,10 +1,10 @@
-"""A server: one thread per worker receives its requests; updates are made under one lock, in the order of arrival."""
+"""A server: one thread per rank of a worker receives requests; updates are made under one lock, in order of arrival."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import asdict, replace
 from math import isfinite
 from typing import Any
@@ -26,14 +26,16 @@ from parallelrun.training.metrics.recorder import peak_bytes
 
 from .apply_log import AppliedUpdate, DroppedPush, LogRow, LogStatistics, Push, append_row
 from .checkpoints import ServerCheckpoints
-from .connections import PeerLost, WorkerConnection, publish_facts
-from .plan import ParameterServer
+from .connections import PeerLost, RankConnection, WorkerConnections, publish_facts
+from .plan import ParameterServer, frozen_shards
 from .protocol import AXIS, CONTROL, COUNTED, PULL, PUSH, Ask, ServerReply, WorkerRequest
+from .shards import pieces
 from .store import ShardStore
 from .synchronization import Barrier, WorkerClocks
 
 WAIT_S = 1.0  # a worker at a barrier gets a reply as often, for its heartbeat and before gloo's timeout
 HEARTBEAT_S = 0.2
+Act = Callable[[int, WorkerRequest], ServerReply]  # does what a worker asks
 
 
 class ServerAborted(Exception):
@@ -52,13 +54,14 @@ class Server:
         self._store.initialise()
         self._checkpoints = ServerCheckpoints(config, plan, context, self._store, group)
         self._clocks = WorkerClocks(self._store.load())
-        self._connections = [WorkerConnection(worker, self._store.weights) for worker in self._clocks.completed]
+        self._connections = [RankConnection(rank, plan, self._store) for rank in range(plan.num_workers)]
+        self._workers = [WorkerConnections(worker, self._connections) for worker in self._clocks.completed]
         self._changed = threading.Condition()  # the lock of everything below
-        self._pending: dict[int, tuple[WorkerRequest, Tensor]] = {}  # synchronous: pushes of the next update, by worker
+        self._pending: dict[int, WorkerRequest] = {}  # synchronous: pushes of the next update, by worker
         self._last_reply = ServerReply()  # synchronous: to the pushes of the last update
         self._barriers = {Ask.SAVE: Barrier(), Ask.END: Barrier()}
         self._error: BaseException | None = None
-        self._left: set[int] = set()
+        self._left: set[int] = set()  # ranks
         self._gradients: list[Tensor] = []  # verify: of every update
         self._statistics = LogStatistics()
         self._norm_sum: list[Collective] = []  # the message of each update, once one was sent
@@ -74,62 +77,63 @@ class Server:
                 self._changed.wait(HEARTBEAT_S)
                 if self._error is not None:
                     raise self._error
-                if self._left >= self._clocks.live:
+                if self._left >= self._ranks(self._clocks.live):
                     return
                 self._checkpoints.poll()
             self._context.heartbeat(max(self._clocks.completed.values()), "serve")
 
-    # one thread per worker
+    # one thread per rank of a worker
 
-    def _attend(self, connection: WorkerConnection) -> None:
-        worker, channel = connection.worker, connection.channel
+    def _attend(self, connection: RankConnection) -> None:
+        channel = connection.channel
         try:
             while (request := channel.receive_header(WorkerRequest)).ask != Ask.LEAVE:
                 reply, payload = self._reply(connection, request)
                 channel.send_header(reply)
-                if payload is not None:
+                if payload is not None and payload.numel():
                     channel.send(payload, PULL)
                 messages = channel.flush()
                 if request.ask == Ask.UPDATE:
                     connection.exchanged(messages)
             with self._changed:
-                self._left.add(worker)
+                self._left.add(connection.rank)
                 self._changed.notify_all()
         except BaseException as error:  # any kind: the main thread must hear of it
             with self._changed:
                 try:
                     if self._error is None:
-                        self._lose(worker, error)
+                        self._lose(connection, error)
                 except BaseException as fatal:
                     self._error = fatal
                 self._changed.notify_all()
 
-    def _lose(self, worker: int, error: BaseException) -> None:
-        """Continue without a worker whose connection is lost, if the plan can spare it. Raise any other error."""
-        spare = self._settings.spare_workers(self._plan.num_workers)
-        if not isinstance(error, PeerLost) or worker == 0 or len(self._clocks.lost) >= spare:
+    def _lose(self, connection: RankConnection, error: BaseException) -> None:
+        """Continue without the worker of a lost connection, if the plan can spare it. Raise any other error."""
+        worker, spare = connection.worker, self._settings.spare_workers(self._plan.num_replicas)
+        lost = self._clocks.lost | {worker}
+        if not isinstance(error, PeerLost) or worker == 0 or len(lost) > spare:
             raise error
-        self._clocks.lost.add(worker)
+        self._clocks.lost = lost
         self._pending.pop(worker, None)
         if self._index == 0:
-            self._context.rank_died(worker)
+            self._context.rank_died(connection.rank)
         self._release_barriers()
 
-    def _reply(self, connection: WorkerConnection, request: WorkerRequest) -> tuple[ServerReply, Tensor | None]:
-        """Do what a worker asks; return the reply, and what is sent after it."""
+    def _reply(self, connection: RankConnection, request: WorkerRequest) -> tuple[ServerReply, Tensor | None]:
+        """Do what a rank asks; return the reply, and what is sent after it."""
         if request.ask == Ask.UPDATE:
-            connection.channel.receive(connection.push, PUSH)
-            return self._update(connection, request)
+            if connection.push.numel():
+                connection.channel.receive(connection.push, PUSH)
+            return self._do_once(connection, request, self._update), connection.payload
         if request.ask in self._barriers:
             return self._wait_at_barrier(connection, request), None
         if request.ask == Ask.READ_GRADIENT:
             return ServerReply(), self._gradients[request.clock - 1]
         if request.ask == Ask.READ:
-            with self._changed:
-                clock, stop = self._clocks.completed[connection.worker], float(self.stopped)
-                reply = ServerReply(version=self._store.version, clock=clock, stop=stop)
-                return reply, connection.pull.copy_(self._store.weights)
-        frozen = [parameter.tensor for parameter in self._store.frozen]
+            return self._do_once(connection, request, self._read), connection.payload
+        pushed, pulled = pieces(self._plan, connection.rank, frozen_shards(self._plan))
+        own = pulled if request.ask == Ask.READ_FROZEN else pushed
+        frozen = [self._store.frozen[piece.number].tensor[piece.in_shard] for piece in own]
         if request.ask == Ask.READ_FROZEN:
             return ServerReply(), flatten(frozen)
         flat = connection.channel.receive(torch.empty_like(flatten(frozen)), PUSH)
@@ -138,58 +142,76 @@ class Server:
             unflatten(flat, frozen)
         return ServerReply(), None
 
-    def _update(self, connection: WorkerConnection, request: WorkerRequest) -> tuple[ServerReply, Tensor]:
-        """Take in one push; return the reply and the weights, when the worker may have them."""
+    def _do_once(self, connection: RankConnection, request: WorkerRequest, act: Act) -> ServerReply:
+        """Do what a worker asks when the last of its ranks has asked it; return its reply, the same to all ranks."""
+        worker = self._workers[connection.worker]
         with self._changed:
-            arrived = time.perf_counter()
-            self.stopped = self.stopped or request.stop > 0
-            take = self._join_update if self._settings.synchronous else self._apply_at_once
-            reply = take(connection.worker, request, connection.push)
-            connection.blocked_s += time.perf_counter() - arrived
-            if self._settings.in_step:
-                return reply, self._store.weights
-            # Other workers may change the weights while these are being sent.
-            return reply, connection.pull.copy_(self._store.weights)
+            turn, worker.requests[connection.rank] = worker.turn, request
+            if (request_of_all := worker.request()) is None:
+                self._wait_until(lambda: worker.turn > turn or worker.index in self._clocks.lost)
+                if worker.turn == turn:
+                    raise PeerLost(f"another rank of the worker of rank {connection.rank} is lost")
+            else:
+                worker.done(act(worker.index, request_of_all), self._settings.in_step)
+                self._changed.notify_all()
+            return worker.reply
 
-    def _apply_at_once(self, worker: int, request: WorkerRequest, gradient: Tensor) -> ServerReply:
+    def _read(self, worker: int, request: WorkerRequest) -> ServerReply:
+        return ServerReply(1, self._store.version, self._clocks.completed[worker], stop=float(self.stopped))
+
+    def _update(self, worker: int, request: WorkerRequest) -> ServerReply:
+        """Take in one push; return the reply when the worker may have the weights."""
+        arrived = time.perf_counter()
+        self.stopped = self.stopped or request.stop > 0
+        reply = (self._join_update if self._settings.synchronous else self._apply_at_once)(worker, request)
+        self._workers[worker].blocked_s += time.perf_counter() - arrived
+        return reply
+
+    def _apply_at_once(self, worker: int, request: WorkerRequest) -> ServerReply:
         """Make one update of one push (async, ssp)."""
         self._clocks.tick(worker, request.clock)
         if request.finite:
-            self._store.mean([gradient], [1.0])
+            self._store.mean([self._workers[worker].pushed], [1.0])
         push, step_time = request.logged(worker), request.step_time_s
         reply = self._apply(request.clock, (push,), push.loss, push.norm, request.finite, step_time_s=step_time)
         self._wait_until(lambda: self.stopped or self._clocks.may_read(worker, self._settings.staleness))
         return reply._replace(version=self._store.version, stop=float(self.stopped))
 
-    def _join_update(self, worker: int, request: WorkerRequest, gradient: Tensor) -> ServerReply:
+    def _join_update(self, worker: int, request: WorkerRequest) -> ServerReply:
         """Make one update per clock, of several pushes (sync, backup workers, ssp with staleness 0)."""
-        clock, version = request.clock, self._store.version
+        clock = request.clock
+        self._wait_until(
+            lambda: clock <= self._store.version + 1
+        )  # another server may be ahead, and its reply was used
+        version = self._store.version
         if clock <= version:
             self._log(DroppedPush(self._index, worker, clock, request.pulled, version))
-            self._clocks.tick(worker, version)
+            if version > self._clocks.completed[worker]:  # else this server was ahead
+                self._clocks.tick(worker, version)
             return self._last_reply._replace(accepted=0.0)
-        assert clock == version + 1, f"worker {worker} pushed clock {clock} at version {version}"
-        self._pending[worker] = request, gradient
-        if len(self._pending) >= self._settings.quorum(self._plan.num_workers):
+        self._pending[worker] = request
+        if len(self._pending) >= self._settings.quorum(self._plan.num_replicas):
             self._last_reply = self._average_and_update(clock)
         self._wait_until(lambda: self._store.version >= clock)
         self._clocks.tick(worker, self._store.version)
         return self._last_reply
 
     def _average_and_update(self, clock: int) -> ServerReply:
-        """Average the pending pushes in the order of workers, sum the norm with the other servers, clip, step."""
-        pending = sorted(self._pending.items())
-        self._pending.clear()
-        requests = [request for _, (request, _) in pending]
+        """Average the pending pushes in the order of workers, sum the norm with the other servers, clip, step.
+
+        The weight of a push is its number of targets. Workers in step have divided their losses by the mean number.
+        """
+        pending, self._pending = dict(sorted(self._pending.items())), {}
+        requests = list(pending.values())
         counts = [request.num_valid for request in requests]
-        counts = counts if sum(counts) else [1.0] * len(counts)
-        self._store.mean([gradient for _, (_, gradient) in pending], counts)
+        weights = counts if sum(counts) and not self._settings.in_step else [1.0] * len(counts)
+        self._store.mean([self._workers[worker].pushed for worker in pending], weights)
         finite = all(request.finite for request in requests)
         norm = self._sum_over_servers(self._store.squared_norm() if finite else float("inf")) ** 0.5
-        loss = sum(request.loss_sum for request in requests) / sum(counts)
+        loss = sum(request.loss_sum for request in requests) / (sum(counts) or len(counts))
         applied = isfinite(norm) and isfinite(loss)
         coefficient = clip_coefficient(norm, self._config.optimizer.clip) if applied else 1.0
-        pushes = tuple(request.logged(worker) for worker, (request, _) in pending)
+        pushes = tuple(request.logged(worker) for worker, request in pending.items())
         return self._apply(clock, pushes, loss, norm, applied, coefficient)
 
     def _sum_over_servers(self, squares: float) -> float:
@@ -226,46 +248,49 @@ class Server:
 
     # barriers
 
-    def _wait_at_barrier(self, connection: WorkerConnection, request: WorkerRequest) -> ServerReply:
-        """Return the reply when the barrier is released; meanwhile tell the worker about once a second to wait on."""
-        worker, barrier = connection.worker, self._barriers[request.ask]
+    def _ranks(self, workers: Set[int]) -> set[int]:
+        return {connection.rank for connection in self._connections if connection.worker in workers}
+
+    def _wait_at_barrier(self, connection: RankConnection, request: WorkerRequest) -> ServerReply:
+        """Return the reply when the barrier is released; meanwhile tell the rank about once a second to wait on."""
+        rank, barrier = connection.rank, self._barriers[request.ask]
         with self._changed:
             if request.ask == Ask.END:
-                self._clocks.finished.add(worker)
-            barrier.arrive(worker, request.stop > 0)
+                self._clocks.finished.add(connection.worker)
+            barrier.arrive(rank, request.stop > 0)
             self._release_barriers()
             self._changed.notify_all()
         while True:
             with self._changed:
-                self._wait_until(lambda: worker not in barrier.waiting, WAIT_S)
-                if worker not in barrier.waiting:
+                self._wait_until(lambda: rank not in barrier.waiting, WAIT_S)
+                if rank not in barrier.waiting:
                     return ServerReply(1, self._store.version, clock=barrier.failed_step)
             connection.channel.send_header(ServerReply(ready=0))
             connection.channel.flush()
 
     def _release_barriers(self) -> None:
-        """Run the action of each barrier at which all expected workers have arrived, and release it."""
+        """Run the action of each barrier at which the ranks of all expected workers have arrived, and release it."""
         saving, ending = self._barriers[Ask.SAVE], self._barriers[Ask.END]
-        if saving.is_complete(self._clocks.running):
+        if saving.is_complete(self._ranks(self._clocks.running)):
             clocks = {worker: self._clocks.completed[worker] for worker in sorted(self._clocks.live)}
             saving.release(self._checkpoints.save(clocks, saving.final))
-        if ending.is_complete(self._clocks.live):
+        if ending.is_complete(self._ranks(self._clocks.live)):
             failed = self._checkpoints.finish()
             publish_facts(self._context.rank, self._facts())
             ending.release(failed)
 
     def _facts(self) -> dict[str, Any]:
-        """Return the facts of this server that worker 0 writes. rows: of the counted exchange with every worker."""
+        """Return the facts of this server that worker 0 writes. rows: of the counted exchange with every rank."""
         connections = self._connections
         rows = merge(self._norm_sum + [row for connection in connections for row in connection.messages])
         return {
             "peak_bytes": peak_bytes(torch.device("cpu")),
             "times": {},
             "saves": asdict(self._checkpoints.times),
-            "lost": sorted(self._clocks.lost),
+            "lost": sorted(self._ranks(self._clocks.lost)),
             "statistics": self._statistics.document(),
             "rows": [asdict(row) for row in rows] if all(c.num_exchanges >= COUNTED for c in connections) else None,
-            "blocked_s": {connection.worker: connection.blocked_s for connection in connections},
+            "blocked_s": {worker.index: worker.blocked_s for worker in self._workers},
         }
 
     def _wait_until(self, condition: Callable[[], bool], timeout: float | None = None) -> None:

@@ -33,7 +33,9 @@ from parallelrun.planner.model.model_spec import ParameterSpec
 from parallelrun.training.loop.flat_tensors import flat_views
 from parallelrun.training.loop.schedules import LossScaler
 
-from .plan import ParameterServer, sharding
+from .plan import ParameterServer, frozen_shards, sharding
+
+PushedPart = tuple[Tensor, Tensor]  # a part of `ShardStore.gradient`, and the values that a rank has pushed for it
 
 
 class ShardStore:
@@ -46,17 +48,17 @@ class ShardStore:
     def __init__(self, config: Config, plan: Plan, server: int):
         self._config, self._plan, self._server = config, plan, server
         stored = getattr(torch, plan.precision.stored)
-        shards = sharding(plan).of_server[server]
-        numel, shapes = sum(shard.numel for shard in shards), [shard.shape for shard in shards]
+        self.shards = sharding(plan).of_server[server]
+        numel, shapes = sum(shard.numel for shard in self.shards), [shard.shape for shard in self.shards]
         self.weights, self.gradient = torch.zeros(numel, dtype=stored), torch.zeros(numel, dtype=stored)
         self.parameters: list[LocalParameter] = []
         self._starts: dict[str, int] = {}  # of the rows of each of `parameters`
         views = (flat_views(self.weights, shapes), flat_views(self.gradient, shapes))
-        for shard, weight, gradient in zip(shards, *views):
+        for shard, weight, gradient in zip(self.shards, *views):
             weight.grad = gradient
             self.parameters.append(_local(f"{shard.name}[{shard.start}:]", weight, shard.parameter))
             self._starts[self.parameters[-1].name] = shard.start
-        frozen = [spec for spec in plan.spec.parameters.values() if spec.frozen and server == 0]
+        frozen = [shard.parameter for shard in frozen_shards(plan)] if server == 0 else []
         self.frozen = [_local(spec.name, torch.zeros(spec.shape, dtype=stored), spec) for spec in frozen]
         self._stored = [*self.parameters, *self.frozen]
         self.optimizer = Optimizer(config.optimizer, self.parameters)
@@ -72,12 +74,16 @@ class ShardStore:
         for parameter in self._stored:
             initialise.fill(parameter.tensor, parameter.spec, self._ranges(parameter), config.seed, own, initial)
 
-    def mean(self, gradients: Sequence[Tensor], weights: Sequence[float]) -> None:
-        """Set the gradient to the weighted mean of `gradients`, summed in their order."""
+    def mean(self, pushes: Sequence[Sequence[PushedPart]], weights: Sequence[float]) -> None:
+        """Set the gradient to the weighted mean of the workers' `pushes`, summed in their order. The parts of a push
+        are all elements of the gradient."""
         total = sum(weights)
-        torch.mul(gradients[0], weights[0] / total, out=self.gradient)
-        for gradient, weight in zip(gradients[1:], weights[1:]):
-            self.gradient.add_(gradient, alpha=weight / total)
+        for number, (push, weight) in enumerate(zip(pushes, weights)):
+            for part, values in push:
+                if number == 0:
+                    torch.mul(values, weight / total, out=part)
+                else:
+                    part.add_(values, alpha=weight / total)
 
     def squared_norm(self) -> float:
         """The squared norm of the gradient, summed in fp64."""
@@ -116,7 +122,7 @@ class ShardStore:
         With synchronous updates all workers are at one clock. Otherwise each goes on from its own clock if the
         checkpoint has as many workers, else all from the lowest.
         """
-        config, plan, workers = self._config, self._plan, range(self._plan.num_workers)
+        config, plan, workers = self._config, self._plan, range(self._plan.num_replicas)
         if not config.resume:
             return dict.fromkeys(workers, 0)
         path = resolve_resume(config.resume, config.runs)

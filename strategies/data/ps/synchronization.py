@@ -52,7 +52,7 @@ class WorkerClocks:
 class Barrier:
     """A reusable barrier.
 
-    waiting: the workers that have arrived since the last release. final: one of them will not arrive again.
+    waiting: the ranks that have arrived since the last release. final: one of them will not arrive again.
     failed_step: of a checkpoint that was not written before the last release, else 0.
     """
 
@@ -61,8 +61,8 @@ class Barrier:
         self.final = False
         self.failed_step = 0
 
-    def arrive(self, worker: int, final: bool) -> None:
-        self.waiting.add(worker)
+    def arrive(self, rank: int, final: bool) -> None:
+        self.waiting.add(rank)
         self.final = self.final or final
 
     def is_complete(self, expected: Set[int]) -> bool:

@@ -1,18 +1,19 @@
-"""A worker: it computes the gradient of its samples, pushes it, pulls the weights, and joins the barriers."""
+"""One rank of a worker: with the other ranks it computes the gradient of the worker's samples; it pushes its part of
+it, pulls the weights, and joins the barriers."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import isfinite
+from math import isfinite, sqrt
 
 import torch
 from torch import Tensor
 
 from parallelrun.base.context import WorkerContext
 from parallelrun.data.order import make_sampler
-from parallelrun.distributed import torch_private
+from parallelrun.distributed import comm, torch_private
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.checkpointing import due
 from parallelrun.training.loop.gradients import clip_coefficient
@@ -22,9 +23,9 @@ from parallelrun.training.loop.step import Evaluation, StepResult, counted_targe
 from parallelrun.training.loop.step import count_valid as count_globally
 from parallelrun.training.loop.training_loop import check_finite
 
-from .connections import ServerClient
-from .plan import ParameterServer
-from .protocol import Ask, ServerReply, WorkerRequest
+from .client import ServerClient
+from .plan import ParameterServer, counting_axis, worker_batch
+from .protocol import CONTROL, Ask, ServerReply, WorkerRequest
 
 
 def pause_before_push(settings: ParameterServer, worker: int, clock: int) -> None:
@@ -34,12 +35,12 @@ def pause_before_push(settings: ParameterServer, worker: int, clock: int) -> Non
 
 
 class Worker:
-    """One worker's side of the training. Worker 0, the chief, also evaluates and records."""
+    """One rank's side of the training. The ranks of worker 0, the chief, also evaluate, and rank 0 records."""
 
     def __init__(self, training: Training, context: WorkerContext):
         self.training, self.context = training, context
-        self.client = ServerClient(training.plan, training.data.parameters, training.data.frozen)
-        self.index = training.mesh.coordinate.get("dp", 0)
+        self.client = ServerClient(training)
+        self.index = training.mesh.coordinate.get(training.plan.worker_axis, 0)
         self.is_chief = self.index == 0
         self.scaler = LossScaler(training.config.precision, scaled=training.plan.precision.scaled)
         self.failed_saves: list[int] = []
@@ -57,30 +58,24 @@ class Worker:
     def step(self, clock: int, stop: bool) -> tuple[int, ServerReply]:
         """Compute the gradient of this worker's part of global batch `clock`, push it, pull; return the completed clock
         (a late worker skips some) and the first server's reply. Raises NumericsError."""
-        batch = self.training.reader.batch(clock)
-        loss_sum, num_valid = compute(self.training, batch, self.scaler.scale, self._auxiliary_weight(batch, clock))
+        training = self.training
+        loss_sum, num_valid = compute(training, training.reader.batch(clock), self.scaler.scale)
+        if self._settings.in_step:
+            training.routing.launch()
         self.client.buffers.pack()
-        synchronous, limit = self._settings.synchronous, self.training.config.optimizer.clip
-        norm = 0.0 if synchronous else clip(self.client.buffers.pushes, limit)
+        norm = 0.0 if self._settings.synchronous else clip(self.client.buffers.pushes, training)
         pause_before_push(self._settings, self.index, clock)
         now = time.perf_counter()
         request = WorkerRequest(Ask.UPDATE, clock, 0, loss_sum, num_valid, norm, stop, now - self._pushed_at)
         self._pushed_at = now
         reply = self.client.update(request)
-        finite = reply.applied > 0 if synchronous else request.finite
-        self.training.statistics.finish_step(finite and reply.accepted > 0)
+        finite = reply.applied > 0
+        training.statistics.finish_step(finite and reply.accepted > 0)
+        training.routing.finish_step(finite)
         result = StepResult(reply.loss, reply.norm, finite, reply.stop > 0)
-        self._skips = check_finite(self.training, result, self.scaler, clock, self._skips)
+        self._skips = check_finite(training, result, self.scaler, clock, self._skips)
         self.scaler.update(finite)
         return max(clock, reply.clock), reply
-
-    def _auxiliary_weight(self, batch: Batch, clock: int) -> float:
-        """The weight of this worker's auxiliary losses. Servers weight a push by its targets, of which workers have
-        different numbers, but the routing groups of all workers count alike."""
-        if not self._settings.counts_targets(self.training.plan):
-            return 1.0
-        everyone, mine = count_globally(self.training, batch, clock)
-        return everyone / (self.training.plan.num_workers * max(mine, 1))
 
     def step_to_save(self, before: int, clock: int, stopping: bool) -> int | None:
         """Return the step in (before, clock] after which the run saves, if any. A late worker skips clocks."""
@@ -117,9 +112,8 @@ class Worker:
 
     def evaluate(self) -> Evaluation:
         """Evaluate the weights as last pulled, in this worker alone: the others may be busy or lost."""
-        plan, heartbeat = self.training.plan, self.context.heartbeat
         with self.pause():
-            return evaluate_locally(self.training, plan.num_workers, lambda number: heartbeat(number, "evaluate"))
+            return evaluate_locally(self.training, lambda number: self.context.heartbeat(number, "evaluate"))
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -129,52 +123,78 @@ class Worker:
         self._pushed_at += time.perf_counter() - began
 
 
-def compute(training: Training, batch: Batch, scale: float = 1.0, auxiliary_weight: float = 1.0) -> tuple[float, float]:
-    """Compute the gradients of the mean loss over `batch`; return (loss sum, valid targets).
+def compute(training: Training, batch: Batch, scale: float = 1.0) -> tuple[float, float]:
+    """Compute the worker's gradients of the mean loss over its samples; return this rank's (loss sum, valid targets),
+    which no other rank counts.
 
-    scale: of the loss in backward only. auxiliary_weight: of the mean of the routing groups' losses.
+    scale: of the loss in backward only.
     """
     training.data.begin_step()
-    num_valid = count_valid(training, batch)
-    training.routing.begin_step(scale * auxiliary_weight, len(batch))
-    loss_sum = training.runner.train(batch, scale / (num_valid or 1.0))
+    divisor, num_valid = count_valid(training, batch)
+    training.routing.begin_step(scale, worker_batch(training.plan))
+    loss_sum = training.runner.train(batch, scale / divisor)
     training.data.finish_gradients()
+    training.gradients.finalise()
     if scale != 1.0:
         gradients = [p.tensor.grad for p in training.parameters if p.tensor.grad is not None]
         torch_private.multiply(gradients, 1.0 / scale)
-    return float(loss_sum), num_valid
+    return float(loss_sum) if training.counts_loss else 0.0, num_valid if training.counts_targets else 0.0
 
 
-def clip(gradients: list[Tensor], limit: float) -> float:
-    """Clip the gradients by their common norm (limit 0: not at all); return the norm before, summed in fp64."""
-    norm = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64).square()) for g in gradients) ** 0.5
+def clip(pushes: list[Tensor], training: Training) -> float:
+    """Clip a worker's gradient by its norm (limit 0: not at all); return the norm before, summed in fp64.
+
+    pushes: this rank's part of it. The ranks of a worker push each element once.
+    """
+    limit = training.config.optimizer.clip
+    squares = torch.zeros(1, dtype=torch.float64)
+    for gradient in pushes:
+        squares += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+    comm.all_reduce(squares, training.mesh.group(training.plan.worker_ranks), CONTROL)
+    norm = sqrt(squares.item())
     coefficient = clip_coefficient(norm, limit) if isfinite(norm) else 1.0
     if coefficient != 1.0:
-        torch_private.multiply(gradients, coefficient)
-    return float(norm)
+        torch_private.multiply(pushes, coefficient)
+    return norm
 
 
 @torch.no_grad()
-def evaluate_locally(training: Training, num_workers: int, heartbeat: Callable[[int], None]) -> Evaluation:
-    """Like `training.loop.step.measure`, but compute all workers' parts of the validation batches in this process."""
-    split, config = training.dataset.val, training.config
-    size = training.plan.batch.global_batch
+def evaluate_locally(training: Training, heartbeat: Callable[[int], None]) -> Evaluation:
+    """Like `training.loop.step.measure`, but compute all replicas' parts of the validation batches in this worker."""
+    split, config, plan = training.dataset.val, training.config, training.plan
+    size = plan.batch.global_batch
     sampler = make_sampler(len(split), size, config.seed, split.shares, shuffle=False)
-    totals, num_valid = torch.zeros(2, dtype=torch.float64), 0.0
-    for worker in range(num_workers):
-        reader = Reader(split, sampler, training.plan, training.mesh, worker)
+    totals = torch.zeros(3, dtype=torch.float64)  # loss, right answers, valid targets
+    of_worker = plan.mesh.size("dp") // plan.num_replicas  # the replicas that its ranks compute at the same time
+    first, num_replicas = training.mesh.coordinate.get("dp", 0) % of_worker, size // plan.batch.replica_batch
+    for replica in range(first, num_replicas, of_worker):
+        reader = Reader(split, sampler, plan, training.mesh, replica)
         for number in range(1, training.eval_batches + 1):
             heartbeat(number)
             batch = reader.batch(number)
-            totals += training.runner.evaluate(batch).cpu()
-            num_valid += count_valid(training, batch)
-    loss_sum, num_right = totals.tolist()
-    top1 = num_right / num_valid if training.plan.counts_right_answers else None
+            sums, num_valid = training.runner.evaluate(batch), count_valid(training, batch)[1]
+            if training.counts_loss:
+                totals[:2] += sums.cpu()
+            if training.counts_targets:
+                totals[2] += num_valid
+    comm.all_reduce(totals, training.mesh.group(plan.worker_ranks), CONTROL)
+    loss_sum, num_right, num_valid = totals.tolist()
+    top1 = num_right / num_valid if plan.counts_right_answers else None
     return Evaluation(loss_sum / num_valid if num_valid else float("nan"), top1)
 
 
-def count_valid(training: Training, batch: Batch) -> float:
-    """Return the number of targets >= 0 in `batch`, or the count of the user's own loss over it."""
-    if not training.counts_first:
-        return len(batch) * training.plan.spec.targets_per_sample
-    return float(counted_targets(training, batch))
+def count_valid(training: Training, batch: Batch) -> tuple[float, float]:
+    """Return (the number of targets by which a worker divides its loss, this rank's valid targets).
+
+    The first is of its own samples, or, if all workers take every step together, the mean over workers.
+    """
+    plan = training.plan
+    if plan.data.in_step or not training.counts_first:
+        everyone, mine = count_globally(training, batch)
+        return everyone / plan.num_replicas, mine
+    if training.mesh.coordinate.get("pp", 0) != plan.last_stage_pp_rank:
+        return 1.0, 0.0  # only the last stage computes a loss
+    counted = counted_targets(training, batch)
+    mine = float(counted)
+    comm.all_reduce(counted, training.mesh.group(counting_axis(plan)), CONTROL)
+    return float(counted) or 1.0, mine

@@ -7,7 +7,7 @@ gradients and weights of the same shards. Messages go through the memory of the 
 from __future__ import annotations
 
 from parallelrun.config.schema.cluster_schema import ClusterConfig
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.plan import WORLD, Collective, Plan
 from parallelrun.planner.predict.step_time.kernels import streaming_s
 from parallelrun.planner.predict.step_time.links import collective_s
 from parallelrun.planner.predict.step_time.rates import Rates
@@ -25,22 +25,25 @@ def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
 def exchange(plan: Plan, cluster: ClusterConfig, rates: Rates, computing_s: float) -> tuple[float, float] | None:
     """(seconds of messages and of waiting for servers, seconds of the update); None without the rates of the links.
 
-    computing_s: of a worker's forward and backward. Where workers are in step, an update follows the last push. Else
-    each has its own, and a worker waits where its servers cannot keep up with all of them.
+    computing_s: of a worker's forward and backward. The ranks of a worker sum gradients before they push. Where workers
+    are in step, an update follows the last push. Else each has its own, and a worker waits where its servers cannot
+    keep up with all of them.
     """
     coordinate = plan.mesh.coordinate(0)
-    own = _seconds(plan.data.collectives(0, coordinate, plan), plan, cluster, rates)
+    rows = plan.data.collectives(coordinate["pp"], coordinate, plan)
+    own = _seconds([row for row in rows if row.axis == WORLD], plan, cluster, rates)
+    inside = _seconds([row for row in rows if row.axis != WORLD], plan, cluster, rates)
     numbers = range(plan.servers)
     of_servers = [_seconds(plan.data.server_collectives(server, plan), plan, cluster, rates) for server in numbers]
-    if own is None or any(seconds is None for seconds in of_servers):
+    if own is None or inside is None or any(seconds is None for seconds in of_servers):
         return None
     busiest = max(seconds or 0.0 for seconds in of_servers)
     heaviest = max((plan.data.server_memory(server, plan) for server in numbers), key=lambda memory: memory.total)
     update = streaming_s(2 * heaviest.optimizer + 3 * heaviest.weights, OPTIMIZER_KERNELS, rates)
     if plan.data.in_step:
-        return 2 * max(own, busiest), update
-    served = 2 * busiest + plan.num_workers * update  # every push is an update of its own
-    alone = 2 * max(own, busiest / plan.num_workers) + update
+        return inside + 2 * max(own, busiest), update
+    served = 2 * busiest + plan.num_replicas * update  # every push is an update of its own
+    alone = inside + 2 * max(own, busiest / plan.num_replicas) + update
     return alone - update + max(0.0, served - computing_s - alone), update
 
 

@@ -236,14 +236,14 @@ def test_whatever_is_asked_either_makes_a_plan_or_a_config_error(overrides):
 def served(draw) -> dict:
     """Overrides of a parameter server, with at most one thing wrong."""
     workers, servers = draw(st.integers(1, 12)), draw(st.sampled_from([None, 1, 2, 3, 9]))
-    wrong = draw(st.sampled_from(["", "", "tp", "world", "servers", "backup_workers", "delays"]))
+    wrong = draw(st.sampled_from(["", "", "world", "servers", "backup_workers", "delays"]))
     consistency = draw(st.sampled_from([None, "sync", "async", "ssp"]))
     return {
         "strategy.name": "ps",
         "strategy.data.kind": "ps",
         "servers": 1000 if wrong == "servers" else servers,
         "dp": workers,
-        "tp": 2 if wrong == "tp" else None,
+        "tp": draw(st.sampled_from([None, 2])),
         "pp": None,
         "world": draw(st.integers(1, 20)) if wrong == "world" else None,
         "consistency": consistency,
@@ -266,7 +266,7 @@ def test_a_parameter_server_s_suggestions_are_legal_and_its_servers_own_somethin
                 value = float(text) if "_kb" in suggested else int(text)
                 resolve(tiny_config({**overrides, suggested: value}))
         return
-    assert plan.world == plan.mesh.size("dp") + plan.servers
+    assert plan.world == plan.mesh.size("dp") * plan.mesh.size("tp") + plan.servers
     assert [plan.role(rank) for rank in range(plan.world)] == ["worker"] * plan.num_workers + ["server"] * plan.servers
     assert min(sharding(plan).num_bytes) > 0
     assert sum(count for _, count in rank_classes(plan)) == plan.world

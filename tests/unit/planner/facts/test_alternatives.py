@@ -118,8 +118,8 @@ def test_without_rates_nothing_is_timed():
 
 
 def test_what_is_not_legal_stands_with_its_reason():
-    rows = by_name(compared({"dp": 2, "pp": 2, "model.tied_embeddings": False}))
-    assert rows["ps servers=1"].here is None and "a worker is one rank" in rows["ps servers=1"].reason
+    rows = by_name(compared({"dp": 2, "sdc.every": 2}))
+    assert rows["ps servers=1"].here is None and "not on parameter servers" in rows["ps servers=1"].reason
 
 
 @pytest.mark.parametrize("overrides", [{"dp": 1}, {"dp": 1, "tp": 2}], ids=str)

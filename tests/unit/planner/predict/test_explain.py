@@ -48,6 +48,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "ranks of ep before local_sgd": {**EXPERTS, "dp": 4, "ep": 2, "strategy.data.kind": "local_sgd"},
     "ps": {"dp": 3, "servers": 2, "global_batch": 12, "strategy.data.kind": "ps", "strategy.data.shard_min_kb": 0},
     "async ps": {"dp": 2, "servers": 1, "strategy.data.kind": "ps", "consistency": "async"},
+    "ranks of a worker of async ps": {
+        **EXPERTS, "dp": 2, "cp": 2, "tp": 2, "pp": 2, "ep": 2, "strategy.data.kind": "ps", "consistency": "async"},
     "naive ddp": {"dp": 2, "strategy.data.kind": "naive_ddp"},
     "zero1": {"dp": 2, "strategy.data.kind": "zero1"},
     "zero2": {"dp": 2, "strategy.data.kind": "zero2", "microbatches": 2},

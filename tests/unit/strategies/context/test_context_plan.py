@@ -61,7 +61,6 @@ def test_cp_takes_part_in_the_world():
             {"cp": 4, "tp": 4, "layout": "2d", KIND: "ulysses"},
             "heads=4 is not divisible by 2 parts (layout=2d) x 4 ranks",
         ),
-        ({"cp": 2, "strategy.data.kind": "ps"}, "strategy.data.kind=ps does not sum gradients"),
     ],
 )
 def test_what_is_refused_says_why_and_what_to_type(changed, said):

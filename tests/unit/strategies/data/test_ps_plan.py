@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from parallelrun.launch.failures import failure
 from parallelrun.launch.host import directory
+from parallelrun.planner.contract.parameters import held_parameters
 from parallelrun.planner.facts.document import document, server_rows
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.ps.plan import sharding
-from parallelrun.strategies.data.ps.shards import Shard, assign, num_rows
+from parallelrun.strategies.data.ps.shards import Shard, assign, num_rows, pieces
 from tests.plans import tiny_config, tiny_plan
 
 PS = {"strategy.name": "ps", "strategy.data.kind": "ps", "strategy.demo": {"dp": 3}, "global_batch": 12}
@@ -139,6 +140,45 @@ class TestShards:
         assert (placed[first.name].start, placed[first.name].stop) == (0, 1)
         assert placed[first.name].shape == () and placed[first.name].numel == 1
         assert "kept" not in placed
+
+
+SEVERAL = {
+    "tp, pp": {"tp": 2, "pp": 2, "strategy.tensor.sequence_parallel": True},
+    "uneven": {"tp": 3, "model.hidden": 12, "model.heads": 3, "model.vocab": 37, "dataset.vocab": 37},
+    "cp": {"cp": 2},
+    "grid": {"tp": 8, "layout": "3d", "model.hidden": 32},
+    "ep": {"dp": 6, "ep": 2, "tp": 2, "model.experts": 4},
+    "ep over cp": {"dp": 6, "cp": 2, "ep": 4, "model.experts": 4},
+    "ep over tp": {"tp": 2, "ep": 2, "strategy.expert.tp": 1, "model.experts": 4},
+}
+
+
+class TestWorkersOfSeveralRanks:
+    @pytest.mark.parametrize("name", SEVERAL)
+    def test_a_worker_pushes_each_element_once_and_a_rank_pulls_what_it_holds(self, name):
+        """The ranks of every worker, with shards that cut across the parts of ranks."""
+        found = plan(servers=2, **{"strategy.data.shard_min_kb": 0.1, **SEVERAL[name]})
+        mesh, shards = found.mesh, [shard for _, shard in assigned(found)]
+        axis = found.worker_axis
+        pushed: Counter[tuple[int, str]] = Counter()
+        for rank in range(found.num_workers):
+            coordinate = mesh.coordinate(rank)
+            pushes, pulls = pieces(found, rank, shards)
+            for piece in pushes:
+                pushed[coordinate[axis], piece.shard.name] += piece.numel
+            held = {p.spec.name: p.layout.local_numel(p.spec.shape, mesh.sizes, coordinate)
+                    for p in held_parameters(found, coordinate["pp"])}  # fmt: skip
+            pulled: Counter[str] = Counter()
+            for piece in pulls:
+                pulled[piece.parameter.spec.name] += piece.numel
+                part = piece.parameter.layout.ranges(piece.parameter.spec.shape, mesh.sizes, coordinate)
+                assert [where.start + first for where, (first, _) in zip(piece.in_part, part)] == [
+                    where.start + first for where, first in zip(piece.in_shard, (piece.shard.start, 0, 0, 0))
+                ], "both ends mean the same elements"
+            assert pulled == Counter(held)
+        workers, parameters = range(mesh.size(axis)), found.spec.parameters.values()
+        assert pushed == Counter({(w, p.name): p.numel for w in workers for p in parameters})
+        assert found.num_replicas * prod(map(mesh.size, found.worker_ranks.split("+"))) == found.num_workers
 
 
 class TestPrediction:

@@ -92,11 +92,9 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (PS | data("ps") | {"backup_workers": 1, "consistency": "async"}, ("so none is spare -> consistency=sync",)),
     (PS | data("ps", delays=[0, 0, 0, 1.0]), ("has 4 entries, but there are 3 workers",)),
     (PS | data("ps", delays=[0, -1.0]), ("each delay is a number of seconds, at least 0",)),
-    (PS | data("ps") | {"tp": 2}, ("not_built: ", "kind=ps with tp=2: a worker is one rank")),
-    (PS | data("ps") | {"pp": 2}, ("strategy.data.kind=ps with pp=2",)),
     (
-        PS | data("ps") | {"model.experts": 4, "model.router.bias_rate": 0.1},
-        ("not_built: ", "which workers of ps do not exchange"),
+        PS | data("ps") | {"model.experts": 4, "model.router.bias_rate": 0.1, "consistency": "async"},
+        ("not_built: ", "which workers of ps exchange only if", "consistency=sync without backup_workers"),
     ),
     (PS | data("ps") | {"servers": 500}, ("servers=500: the model has only",)),
     (PS | data("ps") | {"world": 1, "dp": None}, ("arithmetic: world 1, 1 server: no rank is left", "-> world=2")),
@@ -104,10 +102,11 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (PS | data("ps") | {"world": 6}, ("dp 3 x tp 1 = 3 ranks, but world 6, 1 server", "-> world=4 or servers=3")),
     (PS | data("ps") | {"servers": 0}, ("servers=0 is not a whole number of at least 1",)),
     # experts
-    (EXPERTS | data("ps", consistency="async"), ("undefined: ", "not in step")),
-    (EXPERTS | data("ps", staleness=2), ("undefined: ", "not in step")),
-    (EXPERTS | data("ps", backup_workers=1), ("undefined: ", "not in step")),
-    (EXPERTS | data("ps"), ("not_built: ", "-> strategy.data.kind=ddp or ep=1")),
+    (
+        EXPERTS | data("ps", backup_workers=2) | {"world": 9, "dp": None, "tp": 2},
+        ("arithmetic: ", "backup_workers=2 of dp=4, 2 for a worker (ep=2)", "world=13 or backup_workers=1"),
+    ),
+    (EXPERTS | data("ps", delays=[0, 0, 1.0]), ("has 3 entries, but there are 2 workers", "dp=6")),
     (
         EXPERTS | {"dp": 6} | data("horovod", reduction="adasum"),
         ("arithmetic: ", "in pairs: 3 is no power of two -> dp=4"),
