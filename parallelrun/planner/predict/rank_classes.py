@@ -21,8 +21,8 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
 
     Workers are classified by equal pp ranks, then by rank of tp if weights are sharded unevenly over it, by rank of the
     data axis if shards of the last sums (partial axes, tied copies) are uneven or the data strategy distinguishes its
-    ranks (`sending_classes`), and by the matrices that Muon sends them. With servers, every server and every rank of one
-    worker is a class.
+    ranks (`sending_classes`), and by the matrices that Muon sends them. With servers, every server and every rank of
+    one worker is a class.
     """
     if plan.servers:
         ranks = plan.mesh.group_of(0, *plan.worker_ranks.split("+"))
