@@ -68,7 +68,7 @@ def muon_matrices(plan: Plan) -> frozenset[str]:
 def _is_muon_matrix(parameter: ParameterSpec, layer: LayerSpec, spec: ModelSpec) -> bool:
     num_dims, role = len(parameter.shape), parameter.layer_role
     if role in ("column_parallel", "row_parallel", "router", "expert"):
-        return num_dims == (3 if role == "expert" else 2) and not parameter.is_adapter
+        return num_dims in ((3,) if role == "expert" else (2, 4)) and not parameter.is_adapter
     is_product = role == "linear" or "row_parallel" in layer.possible_roles or (not role and num_dims == 4)
     return is_product and num_dims > 1 and parameter.shape[0] != spec.vocab  # an output layer has a row for each class
 
