@@ -105,6 +105,11 @@ def push_norms_from_every_rank(config: Config) -> None:
     shards.owns = lambda layout, shape, coordinate: True
 
 
+def count_every_rank_as_a_worker(config: Config) -> None:
+    """Planted bug: the request of each rank is done for itself, so that a push is several updates."""
+    connections.WorkerConnections.request = lambda self: self.requests.popitem()[1]
+
+
 def worker_1_keeps_its_weights(config: Config) -> None:
     """Planted bug: worker 1 copies only its first pull into its module."""
     if dist.get_rank() == 1:

@@ -23,6 +23,7 @@ from parallelrun.training.verify.checked import single_device
 from parallelrun.training.verify.replay import weights_of
 from tests import checkpoints
 from tests.matrix import FULL, TWO_STEPS
+from tests.pool import RanksFailed
 from tests.ranks.ps_body import document, drops, metrics, ps_config, ps_plan, run, updates
 from tests.vision import RESNET
 
@@ -139,6 +140,11 @@ def test_synchronous_training_equals_one_device(tmp_path, overrides) -> None:
 def test_verify_catches_planted_bugs(tmp_path, change, overrides) -> None:
     run(tmp_path, overrides, "verify", change)
     assert not document(tmp_path, "verify.json")["passed"]
+
+
+def test_updates_that_are_counted_per_rank_are_noticed(tmp_path) -> None:
+    with pytest.raises(RanksFailed, match="pushed clock 1 after 1"):
+        run(tmp_path, {**ONE_CP, **ASYNC, "strategy.data.servers": 1}, "verify", "count_every_rank_as_a_worker")
 
 
 @pytest.mark.parametrize(

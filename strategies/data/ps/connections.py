@@ -21,7 +21,7 @@ from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.training.loop.flat_tensors import flat_views
 
 from .protocol import AXIS, CONTROL, COUNTED, PULL, PUSH, ServerReply, WorkerRequest
-from .shards import Piece, pieces
+from .shards import ShardPiece, pieces
 from .store import PushedPart, ShardStore
 
 Header = TypeVar("Header", WorkerRequest, ServerReply)
@@ -162,7 +162,7 @@ class WorkerConnections:
             connection.copy_weights(is_fixed)
 
 
-def _paired(flat: Tensor, shards: Sequence[Tensor], own: Sequence[Piece]) -> tuple[Tensor, list[PushedPart]]:
+def _paired(flat: Tensor, shards: Sequence[Tensor], own: Sequence[ShardPiece]) -> tuple[Tensor, list[PushedPart]]:
     """Return a buffer for pieces of the shards in `flat`, and each piece with its values in the buffer: one pair if
     they are all of `flat`."""
     buffer = flat.new_zeros(sum(piece.numel for piece in own))

@@ -99,7 +99,7 @@ def assign(spec: ModelSpec, servers: int, min_bytes: int, element_size: int) -> 
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """The elements that a server's shard and one rank's part of the same parameter have in common.
 
     number: the shard's among those of its server. box, part: [start, stop) per dim of these elements, and of the rank's
@@ -132,7 +132,7 @@ class Piece:
         return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(self.box, self.part))
 
 
-def pieces(plan: Plan, rank: int, shards: Sequence[Shard]) -> tuple[list[Piece], list[Piece]]:
+def pieces(plan: Plan, rank: int, shards: Sequence[Shard]) -> tuple[list[ShardPiece], list[ShardPiece]]:
     """(the pieces of `shards` that a rank of a worker pushes, those that it pulls), in the order of shards.
 
     A rank pulls all that it holds. Of the ranks of a worker that hold the same elements (norms under tp, tied copies,
@@ -149,6 +149,6 @@ def pieces(plan: Plan, rank: int, shards: Sequence[Shard]) -> tuple[list[Piece],
             rows = [(max(shard.start, start), min(shard.stop, stop)) for start, stop in part[:1]]
             box = (*rows, *part[1:])
             if all(start < stop for start, stop in box):
-                pulled.append(Piece(number, shard, held[shard.name], box, part))
+                pulled.append(ShardPiece(number, shard, held[shard.name], box, part))
     owned = {n: not p.shared and owns(p.layout, mesh, in_first) for n, p in held.items()}
     return [piece for piece in pulled if owned[piece.shard.name]], pulled

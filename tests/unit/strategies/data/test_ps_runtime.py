@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from parallelrun.strategies.data.ps import apply_log
 from parallelrun.strategies.data.ps.apply_log import AppliedUpdate, ApplyLogReader, DroppedPush, LogStatistics, Push
+from parallelrun.strategies.data.ps.connections import WorkerConnections
+from parallelrun.strategies.data.ps.protocol import Ask, ServerReply, WorkerRequest
 from parallelrun.strategies.data.ps.synchronization import Barrier, WorkerClocks
 
 
@@ -66,6 +68,31 @@ def test_a_failed_action_is_reported_and_a_lost_worker_is_not_waited_for() -> No
     barrier.release(4)
     assert barrier.failed_step == 4
     assert not barrier.is_complete(set()), "nobody has arrived"
+
+
+class Rank:
+    """The server's end of a rank's connection, which counts how often it took the weights."""
+
+    def __init__(self, rank: int, worker: int):
+        self.rank, self.worker, self.copies = rank, worker, 0
+
+    def copy_weights(self, is_fixed: bool) -> None:
+        self.copies += 1
+
+
+def test_the_ranks_of_a_worker_make_one_request_and_get_weights_of_one_version() -> None:
+    ranks = [Rank(0, 0), Rank(1, 0), Rank(2, 1)]
+    worker = WorkerConnections(0, ranks)
+    worker.requests[1] = WorkerRequest(Ask.UPDATE, 3, 5, 0.0, 0.0, 0.5, stop=1.0, step_time_s=0.2)
+    assert worker.request() is None, "the other rank has not asked yet"
+    worker.requests[0] = WorkerRequest(Ask.UPDATE, 3, 5, 2.0, 4.0, 0.5, stop=0.0, step_time_s=0.1)
+    assert worker.request() == WorkerRequest(Ask.UPDATE, 3, 5, 2.0, 4.0, 0.5, stop=1.0, step_time_s=0.2)
+    assert not worker.requests and worker.turn == 0
+    worker.done(ServerReply(version=6), is_fixed=False)
+    assert (worker.turn, worker.reply.version, [rank.copies for rank in ranks]) == (1, 6, [1, 1, 0])
+    worker.requests |= {0: WorkerRequest(Ask.UPDATE, 4, 6), 1: WorkerRequest(Ask.UPDATE, 4, 5)}
+    with pytest.raises(AssertionError, match="ranks of one worker differ"):
+        worker.request()
 
 
 def applied(version: int, worker: int, pulled: int, **more) -> AppliedUpdate:
