@@ -34,9 +34,9 @@ PLANS: list[dict[str, Any]] = [
     *({"cp": 4, CONTEXT: kind} for kind in ("ring", "allgather", "ulysses")),
     {"cp": 4, CONTEXT: "usp", "strategy.context.ulysses": 2},
     {"cp": 2, KIND: "ring"},
+    {"optimizer.name": "muon", KIND: "fsdp", "tp": 2},
     *({GRID: kind, "tp": ranks} for kind, ranks in (("2d", 4), ("2.5d", 8), ("3d", 8))),
     {KIND: "ps", "servers": 2},
-    *({"optimizer.name": "muon", KIND: kind, "tp": 2} for kind in ("zero1", "fsdp")),
     {KIND: "ps", "servers": 2, "tp": 2, "cp": 2},
 ]  # fmt: skip
 
