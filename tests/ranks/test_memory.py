@@ -191,6 +191,9 @@ PLANS: dict[str, dict[str, Any]] = {
     # The first block saves the batch. The peak lies in a second forward, where sets are put together.
     "resnet full bf16, several sets": SMALL_RESNET | FULL | BF16 | {"micro_batch": 16, "model.norm_samples": 4},
     "bottleneck full bf16": vision.BOTTLENECK | FULL | BF16 | {"micro_batch": 16},
+    "fsdp x zero bubble, reduced in each pass": GPT
+    | data("fsdp", reduce_each_microbatch=True)
+    | pipeline("zero_bubble"),
     "fsdp x zero bubble, few tokens, packed": FEW
     | data("fsdp")
     | pipeline("zero_bubble")
@@ -212,7 +215,7 @@ SELDOM = {
     "module", "module lora", "norms of heads, 2d", "zero1 bf16", "tp", "cp, long", "interleaved", "zero bubble bf16",
     "gpt large vocabulary", "local sgd", "fsdp, highest when the root is reduced",
     "norms of heads with biases, tp sequence", "moe, ep over tp", "moe tp sequence",
-    "tp sequence selective bf16", "fsdp x zero bubble, few tokens, packed",
+    "tp sequence selective bf16", "fsdp x zero bubble, few tokens, packed", "fsdp x zero bubble, reduced in each pass",
 }  # fmt: skip
 # Of four microbatches without a pipeline, the last two only repeat the second.
 PLANS = {name: _shorter(overrides) for name, overrides in PLANS.items() if matrix.FULL or name not in SELDOM}
