@@ -35,6 +35,7 @@ class Network(nn.Module):
     network is split, after the tensor strategy has replaced its layers. own_values: from the run's seed to the initial
     values, by name, of the parameters whose initialiser is `own` (a user's module). takes_batch: its input is the
     reader's batch itself, because the user's own loss computes it. host: where the inputs of blocks wait for backward.
+    after_weight_gradients: called after each pass that computes weight gradients apart from those of inputs.
     """
 
     def __init__(self, spec: ModelSpec, loss: nn.Module, blocks: Sequence[nn.Module] = ()):
@@ -49,6 +50,7 @@ class Network(nn.Module):
         self.before_split: Callable[[], None] | None = None
         self.rounds_weights = True
         self.takes_batch = False
+        self.after_weight_gradients: Callable[[], None] = lambda: None
         for name, block in zip(self.block_names, blocks, strict=bool(blocks)):
             mount(self, name, block)
 

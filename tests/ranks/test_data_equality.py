@@ -25,6 +25,7 @@ ZERO2 = {"strategy.data.kind": "zero2"}
 FSDP = {"strategy.data.kind": "fsdp"}
 HSDP = {"strategy.data.kind": "fsdp", "strategy.data.shard": 2}
 REDUCED_ONCE = {"strategy.data.reduce_each_microbatch": False}
+REDUCED_EACH = {"strategy.data.reduce_each_microbatch": True}
 GATHERED = {**FSDP, "strategy.data.reshard_after_forward": False}
 SMALL_BUCKETS = {"strategy.data.bucket_mb": 0.01}
 SEQUENCE = {"strategy.tensor.sequence_parallel": True}
@@ -64,6 +65,22 @@ CELLS: dict[str, dict[str, Any]] = {
         "strategy.pipeline.kind": "zbv",
         **FSDP,
     },
+    "fsdp x zero bubble, reduced in each pass": {
+        "dp": 2,
+        "pp": 2,
+        "strategy.pipeline.kind": "zero_bubble",
+        **FSDP,
+        **REDUCED_EACH,
+    },
+    "fsdp under zbv, reduced in each pass": {"dp": 2, **INTERLEAVED, **ZBV, **FSDP, **REDUCED_EACH},
+    "hsdp x zero bubble, reduced in each pass": {
+        "dp": 4,
+        "pp": 2,
+        "strategy.pipeline.kind": "zero_bubble",
+        "global_batch": 16,
+        **HSDP,
+        **REDUCED_EACH,
+    },
     "fsdp, recomputed": {"dp": 2, "microbatches": 2, "recompute": "full", **FSDP},
     "hsdp, accumulation": {"dp": 4, "microbatches": 2, **HSDP},
     "hsdp x pp, a tied weight in two stages": {"dp": 4, **PIPELINE, "global_batch": 16, **HSDP},
@@ -75,6 +92,7 @@ FULL_MATRIX = (
     "naive ddp x pp x tp: a tied weight in two stages", "zero1, accumulation", "zero2, an empty chunk",
     "zero2, recomputed", "zero1 x tp, adagrad", "fsdp x pp, adagrad", "fsdp x tp, sequence parallel",
     "fsdp, reduced once a step", "zero2 x tp, sequence parallel",
+    "fsdp under zbv, reduced in each pass", "hsdp x zero bubble, reduced in each pass", "fsdp x pp, reduced once a step",
 )  # fmt: skip
 
 

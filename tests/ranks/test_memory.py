@@ -224,6 +224,9 @@ PLANS: dict[str, dict[str, Any]] = {
     # The gradients of a block's two branches and their sum are larger than what the first convolution has split.
     "resnet, sets of a microbatch, tp": SMALL_RESNET | {"model.norm_samples": "local", "tp": 2},
     "vgg, tp x 1f1b": vision.VGG | pipeline("1f1b") | {"model.width": 16, "model.ffn": 64, "micro_batch": 8, "tp": 2},
+    "fsdp x zero bubble, reduced in each pass": GPT
+    | data("fsdp", reduce_each_microbatch=True)
+    | pipeline("zero_bubble"),
     "fsdp x zero bubble, few tokens, packed": FEW
     | data("fsdp")
     | pipeline("zero_bubble")
@@ -247,6 +250,7 @@ SELDOM = {
     "fsdp, highest when the root is reduced", "norms of heads with biases, tp sequence", "moe, ep over tp",
     "moe tp sequence", "tp sequence selective bf16", "fsdp x zero bubble, few tokens, packed",
     "loss in chunks bf16", "loss in chunks, 1f1b",
+    "fsdp x zero bubble, reduced in each pass",
 }  # fmt: skip
 # Of four microbatches without a pipeline, the last two only repeat the second.
 PLANS = {name: _shorter(overrides) for name, overrides in PLANS.items() if matrix.FULL or name not in SELDOM}

@@ -274,6 +274,11 @@ class DataStrategy(AxisStrategy):
         block; asked with `backward_bytes` that are not None. []: less than before."""
         return []
 
+    def reducing_bytes(self, stage: int, coordinate: dict[str, int], plan: Plan) -> tuple[int, int] | None:
+        """(bytes beside a stage's unsharded gradients while they are reduced, bytes that stay of the sums), after each
+        pass that computes them where backward is split. None if gradients are added up until the step ends."""
+        return None
+
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Bytes of buffers while the last gradients are exchanged after the schedule, or weights at a step's end."""
         return 0

@@ -91,10 +91,12 @@ class ScheduleTraversal:
         """
         begun: Counter[int] = Counter()  # backward passes by stage
         batch, gradients = batch_bytes(self._plan, self._pp_rank), 0
+        reduced: set[int] = set()  # stages whose sums have begun
         apart = 0  # of microbatches whose weight gradients are not computed yet, beside what is saved for them
         bytes_apart = {index: self._apart(index) for index in self._blocks}
         bytes_behind = {index: self._behind(index) for index in self._blocks}
-        peak = Memory(0, 0, 0, 0)
+        data, peak = self._plan.data, Memory(0, 0, 0, 0)
+        reducing = {index: data.reducing_bytes(index, self._coordinate, self._plan) for index in self._blocks}
         for (kind, index, _), activations in self._live_bytes(has_messages):
             has_input_gradient = index > 0
             split = kind in "IW" and has_input_gradient
@@ -112,12 +114,18 @@ class ScheduleTraversal:
                 if gradients + activations + temporary > peak.tensors:
                     peak = Memory(0, gradients, 0, activations, temporary)
             if kind in "BW":
-                gradients += 0 if begun[index] else self._complete(index)
-                begun[index] += 1
+                gradients += 0 if begun[index] or reducing[index] is not None else self._complete(index)
+                begun[index] += 1 if reducing[index] is None else 0  # each pass of others is as the first
             if kind == "I" and has_input_gradient:
                 apart -= bytes_behind[index]
             if kind == "W" and has_input_gradient:
                 apart -= bytes_apart[index] - bytes_behind[index]
+            if kind == "W" and (sizes := reducing[index]) is not None:
+                left, temporary = activations - self._kept[index], batch + apart + self._complete(index) + sizes[0]
+                if gradients + left + temporary > peak.tensors:
+                    peak = Memory(0, gradients, 0, left, temporary)
+                gradients += 0 if index in reduced else sizes[1]
+                reduced.add(index)
         plan = self._plan
         last = plan.data.ending_bytes(self._pp_rank, self._coordinate, plan) if plan.num_data_ranks > 1 else 0
         if updating := orthogonalising.step_bytes(plan, self._coordinate):  # beside gradients that are final

@@ -128,7 +128,8 @@ def _of_axis(base: Config, axis: str, tp: int) -> list[Settings]:
 @cache
 def _switches(axis: str, kind: str) -> tuple[Settings, ...]:
     """No change to a strategy, and every other value of each of its keys that has choices or is on or off."""
-    usual, keys, changes = config_class(axis, kind)(), known_keys(), [{}]
+    usual, keys = config_class(axis, kind)(), known_keys()
+    changes: list[Settings] = [{}]
     for name in (item.name for item in fields(usual) if item.name not in NOT_VARIED):
         key = keys[f"strategy.{axis}.{name}"]
         values = key.choices or ((True, False) if key.kind == "bool" else ())

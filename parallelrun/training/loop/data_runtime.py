@@ -137,7 +137,7 @@ class DataRuntime:
     @torch.no_grad()
     def _undo_kept(self) -> None:
         if self._kept_before:
-            torch_private.copy_all(self._kept_tensors(), self._kept_before)
+            torch_private.copy_all(self._kept_tensors(), [*self._kept_before])
         self._kept_before = ()
 
     def drop_step(self) -> None:

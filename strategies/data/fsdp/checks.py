@@ -52,23 +52,12 @@ def _smallest_part(request: Request) -> int:
 
 
 def _check_split_backward(request: Request) -> list[Problem]:
-    """Where weight gradients are computed separately, nothing can follow from the end of a backward pass. A W pass
-    computes those of all blocks of a stage: it would gather all of the stage's weights again, a third time for each
-    microbatch, and hold all of its gradients, so that the peak would be that of keeping them."""
-    if not splits_backward(request):
+    """Where backward is split, both of its passes go through the complete stage at once: each would gather all of its
+    weights again, three times a microbatch, and no less would be held than without freeing them."""
+    if not splits_backward(request) or not FSDPConfig.of(request.config).reshard_after_forward:
         return []
-    data, kind = FSDPConfig.of(request.config), request.config.strategy.pipeline.kind
-    too_early = {
-        "reshard_after_forward": (data.reshard_after_forward, "would free the weights"),
-        "reduce_each_microbatch": (data.reduce_each_microbatch, "would reduce them"),
-    }
-    return [
-        Problem(
-            f"strategy.data.{key}=true under schedule={kind}: its weight gradients come after the backward that {does}",
-            where=f"strategy.data.{key}",
-            suggestion=f"strategy.data.{key}=false, or schedule=1f1b",
-            kind="undefined",
-        )
-        for key, (is_set, does) in too_early.items()
-        if is_set
-    ]
+    where, kind = "strategy.data.reshard_after_forward", request.config.strategy.pipeline.kind
+    message = (
+        f"{where}=true under schedule={kind}: its weight gradients come after the backward that would free the weights"
+    )
+    return [Problem(message, where, f"{where}=false, or schedule=1f1b", kind="undefined")]

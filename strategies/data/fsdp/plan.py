@@ -25,7 +25,7 @@ from ..common.bucket_prediction import buckets_of, final_collectives, local_shap
 from ..common.buckets import padded_numel, reduce_bytes, shard_dim
 from ..common.keys import FSDPConfig
 from . import checks
-from .units import BLOCK, Unit, UnitSharding, is_unsharded
+from .units import BLOCK, TIED, Unit, UnitSharding, is_unsharded
 
 ENGINE = "engine"  # the purpose of what torch's engine sends by itself
 
@@ -77,6 +77,14 @@ class FSDP(UnitSharding):
     def keeps_gradients(self, plan: Plan) -> bool:
         """A step begins without gradients, so that those of a single microbatch exist only after its backward."""
         return plan.batch.microbatches > 1 and not plan.pipeline.splits_backward
+
+    def reducing_bytes(self, stage: int, coordinate: dict[str, int], plan: Plan) -> tuple[int, int] | None:
+        """The flat copy of the largest unit's gradients with this rank's part of the sum; its parts of all sums."""
+        if not self.reduce_each_microbatch:
+            return None
+        units = [unit for unit in self.units(plan, plan.stages[stage].pp_rank) if unit.stage == stage]
+        sent = [reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan) for unit in units] or [0]
+        return max(sent) + max(sent) // self.shard, sum(sent) // self.shard
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """The gathered weights that stay; `backward_bytes` counts those that are freed."""
@@ -152,7 +160,7 @@ class FSDP(UnitSharding):
         """The reduced gradients, unless they are counted for the complete step. Where backward is split, units are
         reduced one after the other: a unit's weights are freed, its unsharded gradients become a flat copy, of which
         gloo makes another one, and this rank's part of the sum stays."""
-        if self.keeps_gradients(plan):
+        if self.keeps_gradients(plan) or (self.reduce_each_microbatch and plan.pipeline.splits_backward):
             return 0
         current, most = 0, 0
         for unit, count in self.counted_units(plan, pp_rank):
@@ -178,7 +186,8 @@ class FSDP(UnitSharding):
             if not unit.trained.parameters:
                 continue
             reduced = reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
-            often = count * (plan.batch.microbatches if self.reduce_each_microbatch else 1)
+            each = self.reduce_each_microbatch and unit.kind != TIED  # two stages' weight: the runtime reduces it last
+            often = count * (plan.batch.microbatches if each else 1)
             rows.append(Collective(unit.axis, "reduce_scatter", ENGINE, often, often * reduced))
             if plan.mesh.size("dp_replicate") > 1:
                 shard = reduced // plan.mesh.size(unit.axis)

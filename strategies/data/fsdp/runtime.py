@@ -2,7 +2,7 @@
 
 FSDP2 averages gradients by default, so each module is told to sum. It reduces in every backward pass, or in the last
 one of each stage (`reduce_each_microbatch=false`); HSDP sums the shards over the replicas in the last one. Under
-schedules that split backward, all of it follows the schedule.
+schedules that split backward, it reduces after the pass of weight gradients, or after the schedule.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from parallelrun.distributed import comm, torch_private
-from parallelrun.distributed.comm import Waitable
+from parallelrun.distributed import torch_private
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.planner.contract.parameters import LocalParameter, held_parameters
 from parallelrun.planner.contract.plan import Plan
-from parallelrun.training.loop.data_runtime import DataRuntime, Pair, by_axis, complete_gradients, match, trained
-from parallelrun.training.loop.flat_tensors import bucket_pairs, flat_views
+from parallelrun.training.loop.data_runtime import DataRuntime, by_axis, complete_gradients, match, trained
 
 from ..common.buckets import shard_dim
 from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, UnitSharding, is_unsharded, shard_axis
+from .unsharded import UnshardedGradients
 
 torch_private.import_compiler()  # or DTensor would, in each rank instead of once before they are forked
 HOLDERS = "_parallelrun_tied_weights"  # on a stage: a list, so that it is no submodule
@@ -65,8 +65,7 @@ class FSDPRuntime(DataRuntime):
         both = zip(self.parameters, trained(pairs))
         self._sharded = [(parameter, weight) for parameter, (_, weight) in both if parameter.tensor is not weight]
         self._unsharded = UnshardedGradients(pairs, plan, mesh)
-        flat_axes = ((group.axis, flat) for group, flat in self._unsharded.flat)
-        self.flat_gradients = by_axis(pair for pair in flat_axes if pair[0] != plan.data_axis)  # which has shards, too
+        self.flat_gradients = by_axis((g.axis, flat) for g, flat in self._unsharded.flat if g.axis != plan.data_axis)
         self._num_backwards = dict.fromkeys(parts, 0)
         self._is_last: dict[object, bool] = {}  # what each root has been told
         self._left_gathered = False
@@ -75,6 +74,8 @@ class FSDPRuntime(DataRuntime):
         for part in parts:
             part.register_forward_pre_hook(self._before_forward, prepend=True)
             part.register_forward_hook(self._after_forward)
+            if plan.pipeline.splits_backward and self._strategy.reduce_each_microbatch:
+                part.after_weight_gradients = partial(self._reduce_microbatch, part)  # type: ignore[assignment]
 
     def begin_step(self) -> None:
         """Clear gradients, and free weights that an evaluation left gathered."""
@@ -125,54 +126,27 @@ class FSDPRuntime(DataRuntime):
 
         output.register_hook(backward_begins)
 
+    def _reduce_microbatch(self, part: nn.Module) -> None:
+        """Reduce a microbatch's gradients once its weight gradients are computed: hooks of backward do not see them."""
+        assert isinstance(part, FSDPModule), "every stage is a root of FSDP"
+        self._num_backwards[part] += 1
+        part.set_requires_gradient_sync(True)
+        part.set_requires_all_reduce(False)
+        if self._num_backwards[part] == self._plan.batch.microbatches:
+            self._set_last(part, True)
+        torch_private.fsdp_reduce(part)
+        part.set_requires_gradient_sync(False)
+
     def _set_last(self, root: FSDPModule, last: bool) -> None:
         """Tell a root whether its next backward pass is the last of the step: it then reduces all gradients that remain
         and frees all gathered weights."""
         if self._is_last.get(root) == last:
             return
         self._is_last[root] = last
-        root.set_requires_gradient_sync(last or self._strategy.reduce_each_microbatch)
+        in_backward = self._strategy.reduce_each_microbatch and not self._plan.pipeline.splits_backward
+        root.set_requires_gradient_sync(last or in_backward)
         root.set_requires_all_reduce(last)
         root.set_reshard_after_backward(last or self._strategy.reshard_after_forward)
-
-
-class UnshardedGradients:
-    """Sums the gradients of parameters that are in no unit (`is_unsharded`), which FSDP2 ignores, over their copies.
-
-    Backward accumulates them in flat buffers, of which they are views. flat: the buffers, each with its group.
-    """
-
-    def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
-        buckets, rest = bucket_pairs(pairs, plan)
-        self.flat = []
-        self._views: list[tuple[nn.Parameter, Tensor]] = []
-        self._works: list[Waitable | None] = []
-        for axis, own in buckets:
-            weights = [weight for _, weight in own]
-            flat = weights[0].new_zeros(sum(weight.numel() for weight in weights))
-            self.flat.append((mesh.group(axis), flat))
-            self._views += zip(weights, flat_views(flat, [weight.shape for weight in weights]))
-        self._unique = [weight for parameter, weight in rest if is_unsharded(parameter, plan)]  # have no copies at all
-
-    def begin(self) -> None:
-        """Clear the gradients."""
-        for _, flat in self.flat:
-            flat.zero_()
-        for weight, view in self._views:
-            weight.grad = view
-        for weight in self._unique:
-            weight.grad = None
-
-    def launch(self) -> None:
-        """Start the sums."""
-        self._works = [comm.all_reduce(flat, group, "gradients", async_op=True) for group, flat in self.flat]
-
-    def finish(self) -> None:
-        """Wait for the sums."""
-        for work in self._works:
-            assert work is not None, "a parameter without copies is in no bucket"
-            work.wait()
-        complete_gradients(self._unique)
 
 
 class UnitWrapper:

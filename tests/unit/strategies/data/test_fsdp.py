@@ -78,8 +78,9 @@ def test_a_weight_of_two_stages_on_one_rank_is_a_unit_of_its_own():
 def test_gradients_are_sharded_unless_several_microbatches_are_reduced_at_once():
     zero_bubble = {"pp": 2, "model.layers": 4, "schedule": "zero_bubble"}
     once = {"strategy.data.reduce_each_microbatch": False}
+    each = zero_bubble | {"strategy.data.reduce_each_microbatch": True}
     cases = [({}, True), ({"microbatches": 4}, True), (once, True), (once | {"microbatches": 4}, False)]
-    for overrides, is_sharded in [*cases, ({"pp": 2, "microbatches": 4}, True), (zero_bubble, False)]:
+    for overrides, is_sharded in [*cases, ({"pp": 2, "microbatches": 4}, True), (zero_bubble, False), (each, True)]:
         plan = tiny_plan({**FSDP, "dp": 2, **overrides})
         spec = plan.spec.parameters["layers.0.mlp.up.up.weight"]
         layout = plan.tensor.layout(spec, plan)

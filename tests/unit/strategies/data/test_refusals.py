@@ -41,8 +41,8 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ("reshard_after_forward=true under schedule=zero_bubble", "reshard_after_forward=false"),
     ),
     (
-        ZERO_BUBBLE | {"strategy.pipeline.kind": "zbv"} | data("fsdp", reduce_each_microbatch=True),
-        ("reduce_each_microbatch=true under schedule=zbv", "reduce_each_microbatch=false"),
+        ZERO_BUBBLE | {"strategy.pipeline.kind": "zbv"} | data("fsdp", reshard_after_forward=True),
+        ("reshard_after_forward=true under schedule=zbv", "schedule=1f1b"),
     ),
     (NO_ROWS | data("fsdp"), ("not_built", "leaves a rank without rows", "strategy.data.kind=zero1")),
     # compression
