@@ -12,7 +12,7 @@ from torch import Tensor
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.config.schema.run_schema import OptimizerConfig
 from parallelrun.distributed import torch_private
-from parallelrun.models import host_memory
+from parallelrun.models import host_copies
 from parallelrun.planner.contract.optimizers import OPTIMIZERS
 from parallelrun.planner.contract.parameters import LocalParameter
 
@@ -79,7 +79,7 @@ class OffloadedOptimizer(Optimizer):
 
     def __init__(self, config: OptimizerConfig, parameters: Sequence[LocalParameter], *more: Any):
         self._on_device = [parameter.tensor for parameter in parameters]
-        on_host = [replace(p, tensor=host_memory.host_copy(p.tensor)) for p in parameters]
+        on_host = [replace(p, tensor=host_copies.host_copy(p.tensor)) for p in parameters]
         super().__init__(config, on_host, *more)
 
     @torch.no_grad()
@@ -90,7 +90,7 @@ class OffloadedOptimizer(Optimizer):
             if tensor.grad is None:
                 host.grad = None
             elif host.grad is None:
-                host.grad = host_memory.host_copy(tensor.grad)
+                host.grad = host_copies.host_copy(tensor.grad)
             else:
                 host.grad.copy_(tensor.grad, non_blocking=True)
         if any(tensor.is_cuda for tensor, _ in both):

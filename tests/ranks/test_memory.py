@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from parallelrun.models import host_memory
+from parallelrun.models import host_copies
 from parallelrun.models.optimizer import Optimizer
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.resolve.resolve_config import resolve
@@ -279,7 +279,7 @@ def _of_update(optimizer: Optimizer) -> Iterator[Tensor]:
 @contextmanager
 def _host_memory_apart(live: PeakBytes) -> Iterator[None]:
     """Count what is offloaded as a GPU would: not what lies on the host, which is the device, too."""
-    right = host_memory.host_copy
+    right = host_copies.host_copy
 
     def apart(*arguments: Any) -> Tensor:
         with _disable_current_modes():
@@ -287,7 +287,7 @@ def _host_memory_apart(live: PeakBytes) -> Iterator[None]:
         live.leave_out(copy)
         return copy
 
-    with mock.patch.object(host_memory, "host_copy", apart):
+    with mock.patch.object(host_copies, "host_copy", apart):
         yield
 
 
