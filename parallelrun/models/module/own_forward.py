@@ -118,7 +118,7 @@ class OwnForwardNetwork(Network):
         for blocks in parts:
             stage = OwnForwardNetwork(self.spec, self.loss, self.module, self.how)
             stage.recompute, stage.training, stage.own_values = self.recompute, self.training, self.own_values
-            stage.rounds_weights = self.rounds_weights
+            stage.rounds_weights, stage.host = self.rounds_weights, self.host
             stage._hold(blocks)
             if stage.recompute != "none":
                 stage._recompute()
