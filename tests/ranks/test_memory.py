@@ -228,7 +228,7 @@ SUMMA = GPT | GRID | {"tp": 4, "layout": "2d", "strategy.tensor.form": "summa"}
 SELDOM = {
     "module", "module lora", "norms of heads, 2d", "zero1 bf16", "tp", "cp, long", "interleaved", "zero bubble bf16",
     "gpt large vocabulary", "local sgd", "fsdp, highest when the root is reduced", "loss in chunks bf16",
-    "loss in chunks, 1f1b",
+    "loss in chunks, 1f1b", "loss in chunks, fsdp bf16", "zbv",
     "norms of heads with biases, tp sequence", "moe, ep over tp", "moe tp sequence",
     "tp sequence selective bf16", "fsdp x zero bubble, few tokens, packed",
 }  # fmt: skip
