@@ -19,7 +19,7 @@ from parallelrun.distributed import shared_memory, torch_private
 from parallelrun.models import documents as packed
 from parallelrun.models import dropout, recompute, rounding
 from parallelrun.models.documents import DocumentBounds
-from parallelrun.models.host_memory import HostMemory
+from parallelrun.models.host_copies import HostLink
 from parallelrun.models.layers import TensorModule, TokenLoss
 from parallelrun.planner.model.model_spec import ModelSpec
 
@@ -44,7 +44,7 @@ class Network(nn.Module):
         self.block_names: tuple[str, ...] = tuple(block.name for block in spec.blocks)
         self.recomputed: tuple[str, ...] = tuple(block.name for block in spec.blocks if block.is_recomputed)
         self.recompute = "none"
-        self.host: HostMemory | None = None
+        self.host: HostLink | None = None
         self.loss = loss
         self.own_values: Callable[[int], dict[str, Tensor]] | None = None
         self.before_split: Callable[[], None] | None = None

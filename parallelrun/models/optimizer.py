@@ -13,7 +13,7 @@ from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.config.schema.run_schema import OptimizerConfig
 from parallelrun.distributed import torch_private
 from parallelrun.distributed.mesh import Mesh
-from parallelrun.models import host_memory
+from parallelrun.models import host_copies
 from parallelrun.models.muon import Muon
 from parallelrun.planner.contract.optimizers import ADAMW, MUON, OPTIMIZERS, muon_matrices
 from parallelrun.planner.contract.parameters import LocalParameter
@@ -96,7 +96,7 @@ class OffloadedOptimizer(Optimizer):
 
     def __init__(self, config: OptimizerConfig, parameters: Sequence[LocalParameter], *more: Any):
         self._on_device = [parameter.tensor for parameter in parameters]
-        on_host = [replace(p, tensor=host_memory.host_copy(p.tensor)) for p in parameters]
+        on_host = [replace(p, tensor=host_copies.host_copy(p.tensor)) for p in parameters]
         super().__init__(config, on_host, *more)
 
     @torch.no_grad()
@@ -107,7 +107,7 @@ class OffloadedOptimizer(Optimizer):
             if tensor.grad is None:
                 host.grad = None
             elif host.grad is None:
-                host.grad = host_memory.host_copy(tensor.grad)
+                host.grad = host_copies.host_copy(tensor.grad)
             else:
                 host.grad.copy_(tensor.grad, non_blocking=True)
         if any(tensor.is_cuda for tensor, _ in both):

@@ -8,7 +8,7 @@ Selective uses saved-tensor hooks instead of torch's `create_selective_checkpoin
 result by reference, so that a collective which then reduces it in place is applied twice in the second run, and its
 dispatch mode slows every operation of the forward. A compiled block chooses which tensors it saves.
 
-offload: full, and the inputs of blocks wait for backward in host memory (`host_memory`). A stage's own input stays: its
+offload: full, and the inputs of blocks wait for backward in host memory (`host_copies`). A stage's own input stays: its
 receive buffer holds it anyway.
 """
 
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from parallelrun.models import documents as packed
 from parallelrun.models import dropout, rounding
 from parallelrun.models.documents import DocumentBounds
-from parallelrun.models.host_memory import HostCopy, HostMemory
+from parallelrun.models.host_copies import HostCopy, HostLink
 from parallelrun.models.layers import role_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def apply(network: Network, mode: str) -> None:
     if mode not in MODES:
         raise ValueError(f"recompute={mode} is unknown; use one of {', '.join(MODES)}")
     network.recompute = mode
-    network.host = HostMemory() if mode == "offload" else None
+    network.host = HostLink() if mode == "offload" else None
     if mode == "selective":
         for name in network.recomputed:
             for module in network.get_submodule(name).modules():
@@ -64,7 +64,7 @@ def run(
     sample_ids: Tensor | None,
     mode: str,
     documents: DocumentBounds | None = None,
-    host: HostMemory | None = None,
+    host: HostLink | None = None,
 ) -> Tensor:
     """block(x) under `mode`. Sample ids and documents are in scope for what is computed again too. host: where x waits
     for backward; None: on its device."""

@@ -400,30 +400,30 @@ def gradient_of_the_last_chunk() -> None:
 
 def inputs_of_the_next_block() -> None:
     """A block gets back from the host what was moved there after its own input."""
-    from parallelrun.models.host_memory import HostCopy, HostMemory
+    from parallelrun.models.host_copies import HostCopy, HostLink
 
-    right = HostMemory.put
+    right = HostLink.put
 
-    def put(self: HostMemory, tensor: torch.Tensor) -> HostCopy:
+    def put(self: HostLink, tensor: torch.Tensor) -> HostCopy:
         before = self._last and self._last()
         copy = right(self, tensor)
         if before and before._host is not None and copy._host is not None:
             before._host = copy._host.clone()
         return copy
 
-    HostMemory.put = put
+    HostLink.put = put
 
 
 def offloaded_gradients_of_the_first_step() -> None:
     """The update on the host goes on with the gradients that it has."""
-    from parallelrun.models import host_memory, optimizer
+    from parallelrun.models import host_copies, optimizer
 
     right = optimizer.Optimizer.step
 
     def step(self: Any, lr: float) -> None:
         first = self.__dict__.setdefault("first", {})
         for name, tensor in self._tensors.items():
-            tensor.grad.copy_(first.setdefault(name, host_memory.host_copy(tensor.grad)))
+            tensor.grad.copy_(first.setdefault(name, host_copies.host_copy(tensor.grad)))
         right(self, lr)
 
     optimizer.Optimizer.step = step

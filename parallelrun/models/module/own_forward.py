@@ -119,7 +119,7 @@ class OwnForwardNetwork(Network):
         for blocks in parts:
             stage = OwnForwardNetwork(self.spec, self.loss, self.module, self.how)
             stage.recompute, stage.training, stage.own_values = self.recompute, self.training, self.own_values
-            stage.rounds_weights, stage._elsewhere = self.rounds_weights, dict(self._elsewhere)
+            stage.rounds_weights, stage.host, stage._elsewhere = self.rounds_weights, self.host, dict(self._elsewhere)
             stage._hold(blocks)
             if stage.recompute != "none":
                 stage._recompute()

@@ -105,6 +105,8 @@ def _smaller(plan: Plan, config: Config) -> list[Change]:
     wanted: list[tuple[bool, Change]] = [
         (not plan.runs_again, {"recompute": "full"}),
         (plan.loss_chunks == 1, {"loss_chunks": 8}),
+        (plan.recompute == "full" and plan.device == "cuda", {"recompute": "offload"}),
+        (not plan.offloads_optimizer and plan.device == "cuda", {"optimizer.offload": "true"}),
         *((True, {key: value}) for key, value in with_adapters(config).items()),
         (batch.micro_batch > 1, {"micro_batch": 1} if in_samples else {"microbatches": batch.replica_batch}),
         (not plan.tensor.sequence_parallel and size("tp") > 1, {"strategy.tensor.sequence_parallel": "true"}),

@@ -10,6 +10,7 @@ from parallelrun.planner.contract.parameters import block_dtypes, uses_rounded
 from parallelrun.planner.contract.plan import Plan, once
 from parallelrun.planner.contract.tensor_strategy import LayerBackward
 from parallelrun.planner.memory.stack_memory import of_stack, saved_plan
+from parallelrun.planner.model.model_spec import MEASURED
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ def backward_block(name: str, plan: Plan, rounded: bool) -> BackwardBlock:
             again, passes = again + copies, _with_rounded(passes, copies)
         forward = plan.tensor.recomputed_bytes(block, plan) if again > 0 else 0
         forward = max(forward, plan.expert.exchange_bytes(block, plan)) if plan.expert and again > 0 else forward
-        on_host = own if plan.recompute == "offload" and block.is_recomputed else 0
+        on_host = kept if plan.recompute == "offload" and block.is_recomputed else 0
+        on_host -= sum(layer.kept for layer in passes[1:]) if on_host and block.kind == MEASURED else 0  # the loss
         # An input on the host is brought back, and, during the pass, that of the block before it.
         return BackwardBlock(kept - on_host, passes, max(0, again) + on_host, forward, on_host, on_host)
 

@@ -16,7 +16,7 @@ from parallelrun.planner.contract.classes import (
     tensor_strategy,
 )
 from parallelrun.planner.contract.degrees import Degrees
-from parallelrun.planner.contract.optimizers import MUON, OPTIMIZERS, filled_lr_scale
+from parallelrun.planner.contract.optimizers import OPTIMIZERS, filled_lr_scale
 from parallelrun.planner.contract.plan import BatchSizes, Equivalence, Plan, SampleSets, Stage
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model import definitions
@@ -233,6 +233,9 @@ def check_loss_chunks(request: Request, strategies: StrategyClasses) -> list[Pro
     if spec.blocks[-1].kind == MEASURED or [x.layer_role for x in spec.blocks[-1].layers[-1:]] != ["head"]:
         message = f"{shown}: model={spec.name} does not end in a vocabulary head of parallelrun's own"
         return [Problem(message, "loss_chunks", fix, kind="not_built" if spec.kind == "tokens" else "undefined")]
+    if getattr(request.config.model, "logit_softcap", None) is not None:  # a function of the logits behind the head
+        message = f"{shown}: soft caps are computed of all logits at once"
+        return [Problem(message, "loss_chunks", fix, kind="not_built")]
     if request.tp > 1 and not strategies.tensor.is_one_dimensional:
         message = f"{shown}: layout={strategies.tensor.layout_name} computes all logits at once"
         return [Problem(message, "loss_chunks", f"layout=1d or {fix}", kind="not_built")]
@@ -249,9 +252,9 @@ def check_offload(request: Request, strategies: StrategyClasses) -> list[Problem
         return []
     if strategies.data.has_servers:
         return [Problem(f"{key}=true: servers have the optimizer's state", key, f"{key}=false", kind="unread")]
-    if config.optimizer.name == MUON:
-        message = f"{key}=true: Newton-Schulz products of optimizer={MUON} would take too long on the host"
-        return [Problem(message, key, f"{key}=false", kind="undefined")]
+    if not OPTIMIZERS[config.optimizer.name].elementwise:
+        message = f"{key}=true: optimizer={config.optimizer.name} exchanges parts of its update between devices"
+        return [Problem(message, key, f"{key}=false", kind="not_built")]
     if config.sdc.every:
         message = f"{key}=true: sdc.every compares the optimizer's state on the devices"
         return [Problem(message, "sdc.every", f"sdc.every=0 or {key}=false", kind="not_built")]

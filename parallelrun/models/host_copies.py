@@ -57,7 +57,7 @@ class HostCopy:
         return tensor
 
 
-class HostMemory:
+class HostLink:
     """Moves tensors to the host in the order of forward."""
 
     def __init__(self) -> None:
