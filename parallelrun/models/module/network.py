@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.base.precision import Precision
@@ -206,20 +207,24 @@ def compute_in(part: nn.Module, dtype: torch.dtype) -> None:
     for name, buffer in list(part.named_buffers(recurse=False)):
         if buffer.is_floating_point():
             setattr(part, name, buffer.to(dtype))
-    own = [name for name, parameter in part.named_parameters(recurse=False) if parameter.dtype != dtype]
+    # Attention reads the weights of its output layer, which it never calls.
+    holders = ["", *(name for name, x in part.named_children() if isinstance(x, NonDynamicallyQuantizableLinear))]
+    each = ((holder, part.get_submodule(holder).named_parameters(recurse=False)) for holder in holders)
+    own = [(holder, name) for holder, named in each for name, parameter in named if parameter.dtype != dtype]
     if isinstance(part, layers.RoleLayer) or not own:
         return
 
     def round_weights(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        # An entry of __dict__ hides the Parameter of that name from attribute look-up. Other stages hold some.
-        for name in (name for name in own if name in part._parameters):
-            part.__dict__[name] = rounded(part.get_parameter(name), dtype)
+        for holder, name in own:  # an entry of __dict__ hides the Parameter of that name from attribute look-up
+            module = part.get_submodule(holder)
+            if name in module._parameters:  # else another stage holds it
+                module.__dict__[name] = rounded(module.get_parameter(name), dtype)
         torch_private.renew_weight_list(part)
         return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
 
     def restore(part: nn.Module, *_: Any) -> None:
-        for name in own:
-            part.__dict__.pop(name, None)
+        for holder, name in own:
+            part.get_submodule(holder).__dict__.pop(name, None)
         torch_private.renew_weight_list(part)
 
     part.register_forward_pre_hook(round_weights)
