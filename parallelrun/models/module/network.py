@@ -35,7 +35,10 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
     """
     dtype = getattr(torch, precision.compute)
     module = source.build_with_roles(config, spec.vocab, "cpu", dtype)
-    _set_dropout_widths(module, config, spec)
+    widths = {layer.name: layer.out_features for layer in spec.layers()}
+    for name, part in module.named_modules():
+        if isinstance(part, HashDropout):  # a mask is by index among the features of one device
+            part.hidden = widths.get(f"{ROOT}.{name}", 0)
     allocate(module, torch.device("meta"))
     store(module, precision.stored)
     for name, parameter in module.named_parameters():
@@ -168,18 +171,6 @@ def dropout_shapes(module: nn.Module, x: Tensor) -> dict[str, tuple[int, ...]]:
         for hook in hooks:
             hook.remove()
     return shapes
-
-
-def _set_dropout_widths(module: nn.Module, config: Config, spec: ModelSpec) -> None:
-    """Tell dropout on split features how wide they are on one device: a mask is by global element index."""
-    dropouts = {name: part for name, part in module.named_modules() if isinstance(part, HashDropout)}
-    if (config.tp or 1) == 1 or not any(part.rate for part in dropouts.values()):
-        return
-    copy = source.build_with_roles(config, spec.vocab)
-    with torch.device("meta"):
-        shapes = dropout_shapes(copy.eval(), inputs(spec.kind, spec.sample_shape, 1, "meta"))
-    for name, shape in shapes.items():
-        dropouts[name].hidden = shape[-1]
 
 
 def let_gradients_through(module: nn.Module) -> None:
