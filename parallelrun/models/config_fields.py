@@ -84,12 +84,6 @@ class Fields:
         for key in keys:
             self._left.pop(key, None)
 
-    def expect_each(self, key: str, allowed: str) -> None:
-        """Note a problem unless every entry of the list `key`, which may be left out, is `allowed`."""
-        entries = self._left.pop(key, None)
-        if any(entry != allowed for entry in entries or ()):
-            self._problems.append(Problem(f"{key} is {entries!r:.200}, and only {allowed} is built", self._where))
-
     def rotary(self, default_theta: float, partial: float = 1.0, latent: bool = False) -> dict[str, Any]:
         """The values of `model.rope_*`, from fields as transformers 5 writes them or earlier versions do.
 

@@ -100,7 +100,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "bert": BERT,
     "mlp": MLP,
     "module": MODULE,
-    "module lora, tp": MODULE | LORA | ALL_ROLES | {"tp": 2},
+    "module lora, tp": MODULE | LORA | ALL_ROLES | {"tp": 2, "global_batch": 4},
     # The largest gradients are those of an activation between two layers.
     "module 1f1b": MODULE | pipeline("1f1b") | {"global_batch": 8},
     "module lora": MODULE | LORA,

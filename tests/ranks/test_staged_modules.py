@@ -35,9 +35,10 @@ def test_stages_of_a_forward_that_is_no_chain_are_exact(cell: str) -> None:
 
 
 PATCHES: dict[str, dict[str, Any]] = {
-    "1f1b": {"model.arguments": Arguments(tokens=False)},
     "own parameters, interleaved, fsdp": {**CELLS["interleaved, fsdp"], "model.arguments": Arguments(tokens=True)},
 }
+if FULL:
+    PATCHES["without"] = {}
 
 
 @pytest.mark.parametrize("cell", PATCHES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -163,7 +163,7 @@ def _measure(module: nn.Module, how: OwnForward, batch: Any, width: int) -> tupl
     each = 1 / (len(batch) if isinstance(batch, LossBatch) else 1)  # the part of one sample
     for name, measure in measured.items():
         outside = [path for path, block in reads.block_of.items() if block == name]
-        specs = (*_outside(module, outside), *_layers(module, name, listed, measure.input_gradients))
+        specs = (*_outside(module, outside), *_layers(module, name, listed, measure))
         blocks.append(
             BlockSpec(
                 _full(name), MEASURED, specs, each * measure.flops(), each * measure.saved_elements(width, counted),
@@ -204,7 +204,7 @@ def _estimate(
     blocks = []
     for name in how.names:
         outside = _outside(module, _own_parameters(module, how) if name == how.names[0] else ())
-        parts = (*outside, *_layers(module, name, listed, {}))
+        parts = (*outside, *_layers(module, name, listed, None))
         numel = sum(parameter.numel for layer in parts for parameter in layer.parameters)
         blocks.append(BlockSpec(_full(name), MEASURED, parts, 2.0 * positions * numel, 0.0))
     hidden = next(iter(module.parameters())).shape[-1]
@@ -225,11 +225,12 @@ def _outside(module: nn.Module, names: Iterable[str]) -> list[LayerSpec]:
     return [LayerSpec(spec.name, "", 0, 0, (spec,)) for spec in specs]
 
 
-def _layers(module: nn.Module, block: str, listed: set[int], input_gradients: Mapping[int, int]) -> list[LayerSpec]:
+def _layers(module: nn.Module, block: str, listed: set[int], measure: BlockMeasure | None) -> list[LayerSpec]:
     """The layers of one block that hold parameters or have a role, in module order. Adds the ids of their parameters to
-    `listed`; a parameter that is in it already is tied. input_gradients: see `BlockMeasure`."""
+    `listed`; a parameter that is in it already is tied. measure: None if the block was not run."""
     specs = []
     first = _first_names(module)
+    widths, gradients = (measure.widths, measure.input_gradients) if measure else ({}, {})
     for inner, part in module.get_submodule(block).named_modules():
         name = _full(".".join(filter(None, (block, inner))))
         role = layers.role_of(part)
@@ -244,13 +245,14 @@ def _layers(module: nn.Module, block: str, listed: set[int], input_gradients: Ma
             spec = ParameterSpec(f"{name}.{key}", tuple(parameter.shape), own or OWN, role, frozen=frozen)
             parameters.append(replace(spec, is_adapter=own is not None))
         if parameters or tied or role:
-            weight = next((tuple(p.shape) for p in part.parameters(recurse=False) if p.dim() == 2), (0, 0))
+            width = widths.get(id(part), 0)
+            weight = next((tuple(p.shape) for p in part.parameters(recurse=False) if p.dim() == 2), (width, width))
             sizes = weight if role == "embedding" else weight[::-1]
             is_free = not isinstance(part, lora.Factor)
             possible = tuple(other for other, kinds in source.ROLES.items() if is_free and isinstance(part, kinds))
             layer = LayerSpec(name, role, sizes[0], sizes[1], tuple(parameters), tied, possible)
             unmeasured = 2 if lora.is_target(part) else 1
-            specs.append(replace(layer, input_gradients=input_gradients.get(id(part), unmeasured)))
+            specs.append(replace(layer, input_gradients=gradients.get(id(part), unmeasured)))
     return specs
 
 

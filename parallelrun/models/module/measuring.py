@@ -24,7 +24,8 @@ class BlockMeasure:
 
     masks: elements of dropout masks, a byte each, which eval mode does not save. after_sum: some tensors are saved
     after the block's last layer whose result ranks sum. input_gradients: by id of a layer with an adapter, see
-    `LayerSpec`. output_shape: of the tensor that the block returns; num_outputs: see `BlockSpec`.
+    `LayerSpec`. widths: by id of a dropout layer, the features on which it acts. output_shape: of the tensor that the
+    block returns; num_outputs: see `BlockSpec`.
     """
 
     def __init__(self, block: nn.Module, batch: Any, dtype: torch.dtype):
@@ -34,6 +35,7 @@ class BlockMeasure:
         self.masks = self.num_outputs = 0
         self.after_sum = self.has_run = False
         self.input_gradients: dict[int, int] = {}
+        self.widths: dict[int, int] = {}
         self.output_shape: tuple[int, ...] = ()
         self._stack = ExitStack()
         hooks = [part.register_forward_hook(self._called, prepend=True) for part in block.modules()]
@@ -84,6 +86,7 @@ class BlockMeasure:
         elif isinstance(part, HashDropout) and part.rate > 0:
             self.after_sum = True
             self.masks += out.numel()
+            self.widths[id(part)] = out.size(-1)
 
     def _enter(self, *_: Any) -> None:
         self._stack.enter_context(self._counter)

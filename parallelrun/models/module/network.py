@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.base.precision import Precision
@@ -34,7 +35,10 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
     """
     dtype = getattr(torch, precision.compute)
     module = source.build_with_roles(config, spec.vocab, "cpu", dtype)
-    _set_dropout_widths(module, config, spec)
+    widths = {layer.name: layer.out_features for layer in spec.layers()}
+    for name, part in module.named_modules():
+        if isinstance(part, HashDropout):  # a mask is by index among the features of one device
+            part.hidden = widths.get(f"{ROOT}.{name}", 0)
     allocate(module, torch.device("meta"))
     store(module, precision.stored)
     for name, parameter in module.named_parameters():
@@ -169,18 +173,6 @@ def dropout_shapes(module: nn.Module, x: Tensor) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _set_dropout_widths(module: nn.Module, config: Config, spec: ModelSpec) -> None:
-    """Tell dropout on split features how wide they are on one device: a mask is by global element index."""
-    dropouts = {name: part for name, part in module.named_modules() if isinstance(part, HashDropout)}
-    if (config.tp or 1) == 1 or not any(part.rate for part in dropouts.values()):
-        return
-    copy = source.build_with_roles(config, spec.vocab)
-    with torch.device("meta"):
-        shapes = dropout_shapes(copy.eval(), inputs(spec.kind, spec.sample_shape, 1, "meta"))
-    for name, shape in shapes.items():
-        dropouts[name].hidden = shape[-1]
-
-
 def let_gradients_through(module: nn.Module) -> None:
     """Make backward run through all layers, frozen ones at the input included, as if they were trained.
 
@@ -206,20 +198,24 @@ def compute_in(part: nn.Module, dtype: torch.dtype) -> None:
     for name, buffer in list(part.named_buffers(recurse=False)):
         if buffer.is_floating_point():
             setattr(part, name, buffer.to(dtype))
-    own = [name for name, parameter in part.named_parameters(recurse=False) if parameter.dtype != dtype]
+    # Attention reads the weights of its output layer, which it never calls.
+    holders = ["", *(name for name, x in part.named_children() if isinstance(x, NonDynamicallyQuantizableLinear))]
+    each = ((holder, part.get_submodule(holder).named_parameters(recurse=False)) for holder in holders)
+    own = [(holder, name) for holder, named in each for name, parameter in named if parameter.dtype != dtype]
     if isinstance(part, layers.RoleLayer) or not own:
         return
 
     def round_weights(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        # An entry of __dict__ hides the Parameter of that name from attribute look-up. Other stages hold some.
-        for name in (name for name in own if name in part._parameters):
-            part.__dict__[name] = rounded(part.get_parameter(name), dtype)
+        for holder, name in own:  # an entry of __dict__ hides the Parameter of that name from attribute look-up
+            module = part.get_submodule(holder)
+            if name in module._parameters:  # else another stage holds it
+                module.__dict__[name] = rounded(module.get_parameter(name), dtype)
         torch_private.renew_weight_list(part)
         return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
 
     def restore(part: nn.Module, *_: Any) -> None:
-        for name in own:
-            part.__dict__.pop(name, None)
+        for holder, name in own:
+            part.get_submodule(holder).__dict__.pop(name, None)
         torch_private.renew_weight_list(part)
 
     part.register_forward_pre_hook(round_weights)

@@ -150,6 +150,17 @@ def test_bf16_rounds_what_has_no_role_too() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
 
 
+def test_layers_of_torch_that_read_weights_of_others_compute_in_bf16() -> None:
+    nets = FILE.with_name("staged_nets.py")
+    net = built(
+        config(model__source=f"{nets}:patches", model__arguments={"tokens": True}, dataset__name="digits"), "bf16"
+    )
+    images = torch.ones(2, 3, 8, 8)
+    trained = net(images)
+    with torch.no_grad():
+        assert trained.dtype == net.eval()(images).dtype == torch.bfloat16
+
+
 def test_features_need_no_embedding() -> None:
     given = config(model__source=f"{FILE}:build_classifier", dataset__name="synthetic")
     made = spec.MODEL.make(given, 32)
