@@ -55,7 +55,8 @@ def _roles(request: Request) -> list[Problem]:
     column: LayerSpec | None = None  # whose output is split here
     for layer in layers:
         role = layer.layer_role
-        if role in ("per_head", "adapter") or layer.spans_heads:  # of the heads that are here, or of a column's input
+        # of the heads that are here, or of a column's input
+        if role in ("per_head", "sinks", "adapter") or layer.spans_heads:
             continue
         if column and layer.parameters and role not in ("row_parallel", "column_parallel"):  # q, k, v are side by side
             opener = column.name

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from parallelrun.planner.model.model_spec.attention import LatentSpec
+from parallelrun.planner.model.model_spec.attention import AttentionSpec, LatentSpec
 from parallelrun.planner.model.model_spec.backward import BlockBackward
-from parallelrun.planner.model.model_spec.layers import LayerSpec, Pair
+from parallelrun.planner.model.model_spec.layers import LayerSpec, Pair, pairs_of
 from parallelrun.planner.model.model_spec.parameters import Initialiser, ParameterSpec, weight_and_bias
 from parallelrun.planner.model.model_spec.router import RouterSpec
 from parallelrun.planner.model.model_spec.text import LABELLED, TextSamples
 
+GATED = ("swiglu", "geglu", "swiglu_clamped")  # activations of two inputs, gate and up
+PLAIN = AttentionSpec()
 MEASURED = "block"  # kind of the blocks of a user's module, whose FLOPs and saved elements are measured
 SAMPLE_SET_ROLE = "batch_norm"  # role of the layers that take statistics over a set of samples
 
@@ -34,6 +36,7 @@ class BlockSpec:
     saves_after_sum: of a user's module, whether backward needs a tensor that forward computes after its last
     row-parallel layer or embedding; None: its layers tell. follows: it is on the stage of the block before it.
     num_outputs: of a user's module, the length of the tuple that it returns, of which the first item is x; 0: a tensor.
+    attention: of a transformer block.
     """
 
     name: str
@@ -49,6 +52,7 @@ class BlockSpec:
     replicated_elements: float | None = None
     follows: bool = False
     num_outputs: int = 0
+    attention: AttentionSpec = PLAIN
 
     @cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:
@@ -80,10 +84,9 @@ class ModelSpec:
     targets_per_sample: loss terms of a sample (seq for gpt, 1 for a classifier). tied: (copy, original) names of
     parameters that are one logical tensor; `parameters` lists only the original. mask_token: for masked
     language models, the id of [MASK], which does not occur in the data. packed: samples consist of documents, each
-    attending to itself, and padding. window: the keys that a token sees; None: all before it. hides_targets: the
-    dataset has a loss on a part of the tokens. norm_position: post, if norms are of what branches add to x, so that no
-    product reads them. attended: the tokens of its document, or window, that a token has on
-    average, where they are known; None: seq. documents: the lengths of the documents of some samples, where they are
+    attending to itself, and padding. hides_targets: the dataset has a loss on a part of the tokens. norm_position:
+    post, if norms are of what branches add to x, so that no product reads them. logit_softcap: of the output layer.
+    documents: the lengths of the documents of some samples, where they are
     known. own_loss: the user's function computes the loss, and the count by which it is divided.
     """
 
@@ -110,10 +113,9 @@ class ModelSpec:
     experts: int = 0
     router: RouterSpec | None = None  # None: no layer has experts
     latent: LatentSpec | None = None  # None: queries, keys and values are products of x, alike in width
-    window: int | None = None
+    logit_softcap: float | None = None
     packed: bool = False
     hides_targets: bool = False
-    attended: float | None = None
     documents: tuple[tuple[int, ...], ...] = ()
     text: TextSamples | None = None  # None: a model of tokens predicts the next one, or masked ones
     own_loss: bool = False
@@ -166,6 +168,12 @@ class ModelSpec:
     def forward_flops(self) -> float:
         """For one sample."""
         return sum(block.forward_flops for block in self.blocks)
+
+    @cached_property
+    def window(self) -> int | None:
+        """The keys that a token sees in the layers where it sees most; None: all before it."""
+        windows = [block.attention.window for block in self.blocks if block.kind == "transformer"]
+        return None if None in windows else max(filter(None, windows), default=None)
 
     @property
     def qk_features(self) -> int:
@@ -240,7 +248,7 @@ class ModelSpec:
     @cached_property
     def pair_of(self) -> dict[str, Pair]:
         """By layer name: the pair that contains a layer."""
-        return {name: pair for block in self.blocks for name, pair in _pairs(block).items()}
+        return {name: pair for block in self.blocks for name, pair in pairs_of(block.layers).items()}
 
     @cached_property
     def latent_layers(self) -> dict[str, tuple[LayerSpec, ...]]:
@@ -250,7 +258,8 @@ class ModelSpec:
             if block.kind == "transformer":
                 start = next(i for i, x in enumerate(block.layers) if x.layer_role == "linear")
                 stop = next(i for i, x in enumerate(block.layers) if x.layer_role == "row_parallel")
-                named |= {layer.name: block.layers[start:stop] for layer in block.layers[start:stop]}
+                layers = tuple(layer for layer in block.layers[start:stop] if layer.layer_role != "sinks")
+                named |= {layer.name: layers for layer in layers}
         return named
 
     def layers(self) -> Iterator[LayerSpec]:
@@ -272,6 +281,7 @@ def _block_key(block: BlockSpec, tied: set[str]) -> object:
         block.replicated_elements,
         block.saves_after_sum,
         block.input_shape,
+        block.attention,
         layers,
     )
 
@@ -279,19 +289,3 @@ def _block_key(block: BlockSpec, tied: set[str]) -> object:
 def _key(layer: LayerSpec) -> object:
     """Equal for layers of equal sizes."""
     return layer.layer_role, layer.in_features, layer.out_features, tuple((p.shape, p.heads) for p in layer.parameters)
-
-
-def _pairs(block: BlockSpec) -> dict[str, Pair]:
-    """By layer name, in order: the pair of each layer of `block` that has one."""
-    pairs: dict[str, Pair] = {}
-    opened: list[LayerSpec] = []
-    for layer in block.layers:
-        if layer.layer_role == "row_parallel":
-            columns = tuple(other for other in opened if other.layer_role == "column_parallel")
-            pair = Pair(columns, layer, tuple(other for other in opened if other.layer_role != "column_parallel"))
-            pairs |= {inside.name: pair for inside in (*opened, layer)}
-            opened = []
-        elif layer.layer_role == "column_parallel" or opened:
-            opened.append(layer)
-    pairs |= {layer.name: Pair((layer,), None) for layer in opened if layer.layer_role == "column_parallel"}
-    return pairs
