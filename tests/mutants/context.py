@@ -116,7 +116,7 @@ def sinks_of_the_first_heads() -> None:
     """After the exchange of tokens for heads every rank has the sinks of the first heads."""
     from parallelrun.models.blockwise.attention import ContextAttention
 
-    ContextAttention._own_heads = lambda self, sinks: sinks.unflatten(0, (self.heads.size, -1))[0]
+    ContextAttention._own_heads = lambda self, sinks: sinks.chunk(self.heads.size)[0]
 
 
 def cap_behind_the_mask() -> None:

@@ -86,7 +86,7 @@ class ContextAttention:
 
     def _own_heads(self, sinks: Tensor) -> Tensor:
         """Those of the heads that this rank has after the exchange."""
-        return sinks.unflatten(0, (self.heads.size, -1))[self.heads.index]
+        return sinks.chunk(self.heads.size)[self.heads.index]
 
     def _positions(self, rank: int, device: torch.device) -> Tensor:
         parts = [torch.arange(s.start, s.stop, s.step, device=device) for s in self.spans[rank]]

@@ -42,7 +42,8 @@ class AttentionCall:
 
     def tiles(self, source: int) -> Iterator[Tile]:
         """The tiles of this rank's queries and the keys of `source`."""
-        return (tile._replace(softcap=self.softcap) for tile in self._seen(source))
+        seen = self._seen(source)
+        return seen if self.softcap is None else (tile._replace(softcap=self.softcap) for tile in seen)
 
     def _seen(self, source: int) -> Iterator[Tile]:
         mine, theirs = self.spans[self.transport.group.index], self.spans[source]

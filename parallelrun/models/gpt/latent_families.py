@@ -22,7 +22,8 @@ class DeepseekV3(Glm4Moe):
     """DeepseekV3ForCausalLM: latent attention, experts in groups, selection biases. Its files may hold a layer more,
     which predicts several tokens."""
 
-    model_type, architecture, also = "deepseek_v3", "DeepseekV3ForCausalLM", ("kimi_k2",)
+    model_type, architecture = "deepseek_v3", "DeepseekV3ForCausalLM"
+    also: ClassVar[tuple[str, ...]] = ("kimi_k2",)
     skipped = r".*\.rotary_emb\.inv_freq|lm_head\.weight|model\.layers\.61\..*"
     table = (
         *decoder_table(eps=NORM_EPS, seq=4096),
@@ -99,7 +100,8 @@ class DeepseekV2(DeepseekV3):
     """DeepseekV2ForCausalLM: softmax scores, groups by their best expert, no selection biases. transformers does not
     normalise weights, whatever config.json says."""
 
-    model_type, architecture, also = "deepseek_v2", "DeepseekV2ForCausalLM", ()
+    model_type, architecture = "deepseek_v2", "DeepseekV2ForCausalLM"
+    also: ClassVar[tuple[str, ...]] = ()
     skipped = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
     table = (
         *decoder_table(eps=NORM_EPS, seq=2048),

@@ -43,12 +43,10 @@ def expert_biases(model: ModelConfig) -> dict[str, tuple[int, int]]:
     return {f"{part}_bias": shape[:2] for part, shape in shapes}
 
 
-def inside_dim(weight: ParameterSpec) -> int | None:
-    """The dim of an expert's weight (see `expert_weights`) that has the expert's inner width; None: of its last bias,
-    of which every rank with a part of that width adds its share."""
-    if weight.name.endswith(".down_bias"):
-        return None
-    return 2 if weight.name.endswith(".down") else 1
+def inside_dim(weight: ParameterSpec) -> int:
+    """The dim of an expert's weight (see `expert_weights`) that has the expert's inner width; -1: of its last bias, of
+    which every rank with a part of that width adds its share."""
+    return {"down": 2, "down_bias": -1}.get(weight.name.rpartition(".")[2], 1)
 
 
 def shared_ffn(model: ModelConfig) -> int:

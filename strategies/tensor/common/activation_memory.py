@@ -90,14 +90,14 @@ def attention_bytes(num_rows: int, heads: int, outputs: int, block: BlockSpec, p
         else 4 * num_positions * ((spec.latent.rope if spec.latent else width) // 2) * compute
     )
     own = heads * width  # features of q, and of what attention gives
-    attention = block.attention
+    attention, window = block.attention, block.attention.window or spec.seq
     if not spec.attention_dropout or attention.own_scores:
         # torch's kernel for grouped heads on CPU lays its result out head by head: the row layer reads a copy.
         # Latent attention cuts zeros off its result, which is a copy too.
         by_head = plan.device == "cpu" and outputs != 3 * own and not spec.packed and not attention.own_scores
-        limited = bool(attention.window) and attention.window < spec.seq and not (plan.context or attention.own_scores)
+        limited = window < spec.seq and not (plan.context or attention.own_scores)
         copied = own if (by_head or spec.latent) and not limited else 0
-        joined = num_rows * own * compute + _mask_numel(attention.window, spec) * compute if limited else 0
+        joined = num_rows * own * compute + _mask_numel(window, spec) * compute if limited else 0
         return num_rows * ((outputs + copied) * compute + heads * accurate) + angles + joined
     probabilities = num_rows * heads * spec.seq
     saved = probabilities * (accurate + MASK + compute) + spec.seq**2 * MASK

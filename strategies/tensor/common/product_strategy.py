@@ -180,7 +180,8 @@ class ProductStrategy(ProductTraffic):
         compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
         if product is None or plan.mesh.size(AXIS) == 1:
             logits = targets * vocab * accurate
-            return LayerBackward(logits + targets * INDEX, logits, logits)
+            capped = compute * bool(plan.spec.logit_softcap)  # of a logit, kept by its cap
+            return LayerBackward(logits + targets * (INDEX + vocab * capped), logits, logits)
         rows, columns = product.y.local(targets, vocab, plan.mesh.sizes)
         saved = rows * (columns * compute + accurate) + targets * INDEX
         return LayerBackward(saved, 0, rows * columns * (2 * accurate + (compute if compute != accurate else 0)))
@@ -265,11 +266,10 @@ class ProductStrategy(ProductTraffic):
             return 0
         if not attends(layer):
             return activation_bytes(rows, outputs, plan)
-        if of_product:
-            outputs = 3 * plan.spec.qk_features // degree(product.y.features, plan.mesh.sizes)
-        heads = plan.spec.heads // degree(product.y.features, plan.mesh.sizes)
-        own = attention_bytes(rows, heads, outputs, block, plan)
-        return own + (0 if block.attention.own_scores else self.shared_bytes(layer, product, plan))
+        parts = degree(product.y.features, plan.mesh.sizes)
+        outputs = 3 * plan.spec.qk_features // parts if of_product else outputs
+        shared = 0 if block.attention.own_scores else self.shared_bytes(layer, product, plan)
+        return attention_bytes(rows, plan.spec.heads // parts, outputs, block, plan) + shared
 
 
 def _bytes(layout: ActivationLayout, features: int, plan: Plan) -> int:

@@ -114,7 +114,7 @@ class Megatron1D(ProductStrategy):
             if plan.ep_spans_tp:
                 return replicated
             split = inside_dim(parameter)
-            if split is None:
+            if split < 0:
                 return Layout(replicated.dims, (AXIS,) if plan.mesh.size(AXIS) > 1 else ())
             return Layout(tuple(axes if dim == split else () for dim in range(len(parameter.shape))))
         if parameter.layer_role in ("router", "per_head"):
