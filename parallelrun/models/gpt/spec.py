@@ -17,7 +17,7 @@ class GptDefinition(ModelDefinition):
     """Blocks `embedding`, `layers.0` ..., `head`."""
 
     own_keys = transformer.TEXT_KEYS | transformer.ATTENTION_KEYS | transformer.ROPE_KEYS | {
-        "experts", "expert_bias", "global_period", "local_rope_theta", "logit_softcap", "norm_position", "window",
+        "experts", "global_period", "local_rope_theta", "logit_softcap", "norm_position", "window",
     }  # fmt: skip
     packs = True
 
