@@ -45,6 +45,15 @@ LATENT = {
 }  # fmt: skip
 QWEN2 = {**LLAMA, "model.qkv_bias": True, "model.norm_eps": 1e-6}
 QWEN3 = {**LLAMA, "model.qk_norm": "head", "model.head_dim": 6}
+GEMMA = {
+    **LLAMA, "model.norm_position": "both", "model.activation": "geglu", "model.scaled_embedding": True,
+    "model.tied_embeddings": True, "model.window": 3, "model.global_period": 2, "model.query_pre_attn_scalar": 5.0,
+}  # fmt: skip
+GPT_OSS = {
+    **MIXTRAL, "model.activation": "swiglu_clamped", "model.bias": True, "model.expert_bias": True, "model.sinks": True,
+    "model.window": 3, "model.global_period": 2, "model.head_dim": 8, "model.rope_scaling": "yarn",
+    "model.rope_factor": 4.0, "model.rope_original_seq": 16, "model.rope_truncate": False,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {  # by the class of transformers, and more than one option of some
     "GPT2LMHeadModel": {},
     "GPT2LMHeadModel, relu, untied": {"model.activation": "relu", "model.tied_embeddings": False, "model.ffn": 24},
@@ -94,6 +103,12 @@ CASES: dict[str, dict[str, Any]] = {  # by the class of transformers, and more t
         **QWEN3, "model.experts": 4, "model.expert_period": 2, "model.expert_ffn": 12,
         "model.router": RouterConfig(top_k=3, renormalise="none"),
     },
+    "Gemma2ForCausalLM": GEMMA | {"model.attention_softcap": 2.0, "model.logit_softcap": 3.0},
+    "Gemma3ForCausalLM": GEMMA | {
+        "model.preset": "gemma3_text", "model.qk_norm": "head", "model.local_rope_theta": 10.0,
+        "model.rope_scaling": "linear", "model.rope_factor": 2.0,
+    },
+    "GptOssForCausalLM": GPT_OSS,
     "BertForMaskedLM": {"model.name": "bert", "dataset.vocab": VOCAB - 1},
     "BertForMaskedLM, exact GELU, vocabulary bias": {
         "model.name": "bert", "dataset.vocab": VOCAB - 1, "model.activation": "gelu_exact", "model.head_bias": True,

@@ -51,7 +51,8 @@ def family_at(path: str | Path) -> tuple[str, Any, dict[str, Any], Path]:
         raise ConfigError(Problem(f"cannot read {file}: {error.strerror}", "model.from_hf")) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(Problem(f"{file} is not JSON: {error}", "model.from_hf")) from error
-    by_type = {family.model_type: (name, family) for name in registry.MODELS for family in families_of(name)}
+    families = [(name, family) for name in registry.MODELS for family in families_of(name)]
+    by_type = {kind: (name, family) for name, family in families for kind in (family.model_type, *family.also)}
     kind = content.get("model_type") if isinstance(content, dict) else None
     if not isinstance(kind, str) or kind not in by_type:
         cause = f"{file}: model_type is {kind!r:.100}, and known are {', '.join(by_type)}"

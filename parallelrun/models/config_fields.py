@@ -110,14 +110,26 @@ class Fields:
                 kinds = {key: int if key.startswith("original") else float for key in ROPE_KEYS[kind]}
                 for key, ours in ROPE_KEYS[kind].items():
                     values[ours] = inner.take(key, kinds[key], _ROPE_DEFAULTS.get(key, MISSING))
-                inner.expect("truncate", True)
                 if kind == "yarn":
+                    values["rope_truncate"] = inner.take("truncate", bool, True)
                     values |= _growth(inner, values, latent)
             self._problems += inner.problems()
         if share != 1.0:
             message = f"partial_rotary_factor is {share:g}: our model rotates whole heads"
             self._problems.append(Problem(message, self._where))
         return values
+
+    def local_rotary(self, default_theta: float, local: str, others: str) -> float:
+        """The rotary base of the layers of type `local`, which are not scaled; leaves those of `others` to `rotary`."""
+        theta: float = self.take("rope_local_base_freq", float, default_theta)
+        both = self._left.get("rope_parameters")
+        if isinstance(both, dict) and others in both:
+            self._left["rope_parameters"] = both[others]
+            inner = Fields(both.get(local) or {}, f"{self._where}, rope_parameters of {local}")
+            theta = inner.take("rope_theta", float, theta)
+            inner.expect("rope_type", "default")
+            self._problems += inner.problems()
+        return theta
 
     def note(self, message: str) -> None:
         """Note a problem of several fields together."""

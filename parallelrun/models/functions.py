@@ -18,6 +18,7 @@ from torch.nn import functional
 from parallelrun.models import fused_norms
 from parallelrun.models.autograd import apply
 from parallelrun.models.rounding import rounded
+from parallelrun.planner.model.model_spec import GATED
 from parallelrun.planner.model.model_spec.attention import WINDOW_PART
 
 ACCURATE = (torch.float32, torch.float64)
@@ -63,10 +64,14 @@ def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
 
 
 def activate(kind: str, *parts: Tensor) -> Tensor:
-    """gelu(up), in GPT-2's tanh form or exact, relu(up), or silu(gate) * up (swiglu; Shazeer 2020)."""
+    """gelu(up), in GPT-2's tanh form or exact, relu(up), or silu(gate) * up (swiglu; Shazeer 2020), gelu(gate) * up
+    (geglu) or gpt-oss's form of swiglu."""
     if kind == "swiglu":
         gate, up = parts
         return functional.silu(gate) * up if torch.compiler.is_compiling() else apply(fused_norms.SwiGLU, gate, up)
+    if kind in GATED:
+        compute = {"geglu": fused_norms.geglu, "swiglu_clamped": fused_norms.swiglu_clamped}[kind]
+        return compute(*parts) if torch.compiler.is_compiling() else apply(fused_norms.Gated, compute, *parts)
     (up,) = parts
     if kind == "relu":
         return functional.relu(up)
@@ -166,6 +171,7 @@ class Rotary:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     growth: float = 1.0
+    truncate: bool = True
 
     def frequencies(self, half: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """(half,): the angle per position of each pair of a head."""
@@ -189,7 +195,9 @@ class Rotary:
             half * math.log(self.original_seq / (turns * 2 * math.pi)) / math.log(self.theta)
             for turns in (self.beta_fast, self.beta_slow)
         )
-        low, high = max(math.floor(first), 0), min(math.ceil(last), 2 * half - 1)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        low, high = max(first, 0), min(last, 2 * half - 1)
         return low, high if high != low else high + 0.001  # no division by 0
 
 

@@ -23,9 +23,10 @@ from parallelrun.planner.model.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a parameter is stored: rows [start, start + n) of the tensor `key`, or of its transpose.
+    """Where a parameter is stored: rows start, start + step, ... of the tensor `key`, or of its transpose.
 
-    index: the piece is only the part of the parameter at this index of dim 0 (one expert of several).
+    index: the piece is only the part of the parameter at this index of dim 0 (one expert of several). stacked: the
+    stored tensor, too, has a dim 0 of all indices. offset: our values less the stored ones.
     """
 
     parameter: str
@@ -33,10 +34,30 @@ class Piece:
     index: int | None = None
     transposed: bool = False
     start: int = 0
+    step: int = 1
+    stacked: bool = False
+    offset: float = 0.0
 
     def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the piece, seen as the parameter of that shape is."""
         return parameter if self.index is None else parameter[1:]
+
+    def stored_shape(
+        self, parameter: tuple[int, ...], count: int, before: tuple[int, ...] | None = None
+    ) -> tuple[int, ...]:
+        """The shape of the stored tensor, of which the parameter has `count` pieces and others may have rows, too.
+
+        before: the shape that those others need.
+        """
+        rows, *rest = self.shape(parameter)
+        stack = (count,) if self.stacked else ()
+        size = 0 if before is None else before[-1] if self.transposed else before[len(stack)]
+        shape = (max(size, self.rows(rows).stop), *rest)
+        return (*stack, *(shape[::-1] if self.transposed else shape))
+
+    def rows(self, num_rows: int) -> slice:
+        """The first `num_rows` rows of the stored tensor that belong to the piece."""
+        return slice(self.start, self.start + (num_rows - 1) * self.step + 1, self.step)
 
 
 @dataclass(frozen=True)
@@ -83,18 +104,27 @@ class Field(NamedTuple):
         return ours if isinstance(self.kind, type) else next(x for x, value in self.kind.items() if value == ours)
 
 
+# Options that most classes do not know, with the values under which they are off.
+PLAIN: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("sinks", "scaled_embedding", "expert_bias"), (False,)),
+    **dict.fromkeys(("attention_softcap", "logit_softcap", "query_pre_attn_scalar"), (None,)),
+    **dict.fromkeys(("global_period", "local_rope_theta"), (None,)),
+}
+
+
 class Family(ABC):
     """One class of transformers.
 
-    model_type, architecture: its names in config.json. table: the fields that hold a key of ours. fixed: the fields
-    that have one value under all our keys; expected: those that have it by default and are not written. prefix: of most
-    keys, which files of the bare model leave out. skipped: keys of such files that hold nothing to be learned. copies:
-    (copy, original) keys of tensors that a file may hold twice. The first copy is the output layer of a class with the
-    option `tie_word_embeddings`: as transformers does, one that differs from its original is not tied to it. aliases:
-    other names of fields, and those that `table` has.
+    model_type, architecture: its names in config.json. also: other model types of the same class. table: the fields
+    that hold a key of ours. fixed: the fields that have one value under all our keys; expected: those that have it by
+    default and are not written. prefix: of most keys, which files of the bare model leave out. skipped: keys of such
+    files that hold nothing to be learned. copies: (copy, original) keys of tensors that a file may hold twice. The
+    first copy is the output layer of a class with the option `tie_word_embeddings`: as transformers does, one that
+    differs from its original is not tied to it. aliases: other names of fields, and those that `table` has.
     """
 
     model_type: ClassVar[str]
+    also: ClassVar[tuple[str, ...]] = ()
     architecture: ClassVar[str]
     table: ClassVar[tuple[Field, ...]]
     fixed: ClassVar[Mapping[str, Any]] = {}

@@ -9,10 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallelrun.models import documents as packed
 from parallelrun.models import dropout as masks
+from parallelrun.models.blockwise.attention import on_one_rank
+from parallelrun.models.blockwise.blocks import Merged, attend_to_block
+from parallelrun.models.blockwise.tiles import Tile
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.functions import attend, attend_with_dropout, drop
 from parallelrun.models.layers import RoleLayer
@@ -81,7 +84,8 @@ AttentionOverRanks = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 class AttentionProduct(_HashMasked):
     """Attention on (batch, heads, seq, head_dim), causal or bidirectional. With a rate above 0, probabilities are
     dropped by hash over (head, query, key) and attention is computed explicitly, in memory of seq x seq per head. Of
-    packed documents, each attends to itself alone. window: see `functions.attend`.
+    packed documents, each attends to itself alone. window: see `functions.attend`. softcap, sinks: see
+    `blockwise.product.AttentionCall`; sinks are parameters, of the query heads held here.
 
     head_offset: the global index of the first query head held here; set by the tensor strategy. over_ranks: computes it
     where other ranks hold tokens too; set by the context strategy.
@@ -98,11 +102,21 @@ class AttentionProduct(_HashMasked):
         compute_dtype: torch.dtype,
         causal: bool = True,
         window: int | None = None,
+        softcap: float | None = None,
+        num_sinks: int = 0,
     ):
         super().__init__(rate, seed, site, compute_dtype)
-        self.causal, self.window = causal, window
+        self.causal, self.window, self.softcap = causal, window, softcap
+        self.sinks = nn.Parameter(torch.empty(num_sinks)) if num_sinks else None
+        if self.own_scores:
+            self.__dict__["uncompiled"] = ("forward",)
         self.head_offset = 0
         self.over_ranks: AttentionOverRanks | None = None
+
+    @property
+    def own_scores(self) -> bool:
+        """Whether scores are not those that torch's attention computes."""
+        return self.softcap is not None or self.sinks is not None
 
     def documents(self) -> DocumentBounds | None:
         """The packed documents of the samples held here; None if samples are no packs."""
@@ -112,11 +126,24 @@ class AttentionProduct(_HashMasked):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.over_ranks is not None:
             return self.over_ranks(self, query, key, value)
+        if self.own_scores:
+            return on_one_rank(self, query, key, value)
         if packed.SCOPE.documents is not None:
             return self._of_documents(query, key, value)
         if not (self.rate and self.active):
             return attend(query, key, value, self.causal, self.window)
         return self._dropped(query, key, value, self.sample_ids(query.size(0)), 0, query.size(2))
+
+    def of_last(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of the last of all tokens, in evaluation. query: of one token."""
+        if not self.own_scores:
+            return attend(query, key, value, False, self.window)
+        seen = slice(max(0, key.size(2) - (self.window or key.size(2))), key.size(2))
+        tile = Tile(slice(0, 1), seen, causal=False, softcap=self.softcap)
+        merged = Merged(*attend_to_block(query, key, value, tile))
+        if self.sinks is not None:
+            merged.add_sinks(self.sinks)
+        return merged.out.to(query.dtype)
 
     def _of_documents(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         documents = self.documents()

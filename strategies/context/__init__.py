@@ -13,5 +13,5 @@ ulysses    Jacobs et al. 2023               four all-to-alls                    
 usp        Fang and Zhao 2024               those of ulysses and ring, in smaller groups  the groups divide the heads
 
 Proof: exact (`tests/ranks/test_context_attention.py`).
-Read `plan.py` first (the kinds), then `blockwise_plan.py` (what they predict) and `runtime.py`.
+Read `plan.py` first (the kinds), then `blockwise_plan.py` (what they predict), `runtime.py` and `models/blockwise`.
 """

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, ClassVar
 from parallelrun.base.errors import Problem
 from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.run_schema import ContextConfig
+from parallelrun.models.blockwise import memory
+from parallelrun.models.blockwise.memory import head_dim, part_of
+from parallelrun.models.blockwise.tiles import EXCHANGED, tiles
 from parallelrun.planner.contract.context_order import (
     ORDERS,
     Imbalance,
@@ -35,21 +38,18 @@ from parallelrun.planner.contract.messages import (
     explanation_by_block,
     ranks_over,
 )
-from parallelrun.planner.contract.plan import Collective, Plan, once
+from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import BlockSpec
-from parallelrun.planner.model.product import degree
+from parallelrun.planner.model.model_spec.attention import AttentionSpec
 
 from . import checks
-from .tiles import tiles
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-ROWS = 512  # queries whose scores are computed explicitly at a time
-SCORES = 4  # tensors of so many scores are alive at once in their backward
 AXIS, RING, HEADS = "cp", "cp_ring", "cp_heads"
-KEYS, GRADIENTS, EXCHANGED, ROUTED = "keys and values", "their gradients", "heads", "routing"  # purposes
+ROUTED = "routing"  # a purpose
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class BlockwiseContext(ContextStrategy):
             return []
         return [name for name, order in ORDERS.items() if plan.spec.seq % (ring * order.parts) == 0]
 
-    def imbalance(self, plan: Plan) -> float:
+    def imbalance(self, plan: Plan, window: int | None) -> float:
         ring = plan.mesh.size(AXIS) // self.head_ranks
         if ring == 1:
             return 1.0
@@ -125,8 +125,8 @@ class BlockwiseContext(ContextStrategy):
         if spec.documents:
             micro_batch = plan.batch.micro_batch
             ratios = packed_imbalance(self.order, ring, spec.seq, spec.is_causal, spec.documents, micro_batch)
-        elif spec.window is not None:
-            ratios = _windowed_imbalance(self.order, ring, spec.seq, spec.window)
+        elif window is not None:
+            ratios = _windowed_imbalance(self.order, ring, spec.seq, window)
         else:
             ratios = imbalance(self.order, ring, spec.seq) if spec.is_causal else Imbalance(1.0, 1.0)
         return ratios.steps if self.in_turn else ratios.ranks
@@ -195,29 +195,23 @@ class BlockwiseContext(ContextStrategy):
         """
         return 0, 0
 
-    def passing_bytes(self, plan: Plan) -> int:
+    def passing_bytes(self, plan: Plan, attention: AttentionSpec) -> int:
         """Return the bytes in flight on rank 0, which holds most, beside the sums of its queries' gradients. The
         gradients of one block are as large as those that attention gives when they are gone."""
-        compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
         rows, heads, _ = part_of(plan)
         queries = rows * heads * head_dim(plan)
         numel = self.block_numel(plan)
-        exchanged = 2 * (queries + numel) * compute if self.head_ranks > 1 else 0  # what leaves and what arrives
-        if (size := plan.mesh.size(AXIS) // self.head_ranks) == 1:
+        both = 2 * (queries + numel) * BYTES[plan.precision.compute]  # what leaves and what arrives
+        exchanged = both if self.head_ranks > 1 else 0
+        size, seq = plan.mesh.size(AXIS) // self.head_ranks, plan.spec.seq
+        if size == 1 and not attention.own_scores:
             return exchanged
-        blocks, sums = self.held_numel(size, numel)
-        repeated = 3 * queries if numel < 2 * queries else 0  # heads, for the kernel
-        in_tile = SCORES * accurate * self._windowed_scores(plan, size)
-        return max(exchanged, (blocks + repeated) * compute + (sums + queries) * accurate + in_tile)
-
-    def _windowed_scores(self, plan: Plan, size: int) -> int:
-        """Return the scores of the largest tile that a window cuts, which are computed without a fused kernel."""
-        window, (rows, heads, _) = plan.spec.window, part_of(plan)
-        if window is None or window >= plan.spec.seq:
-            return 0
-        length = plan.spec.seq // (size * ORDERS[self.order].parts)
-        samples = rows * self.head_ranks * size // plan.spec.seq
-        return samples * (heads // self.head_ranks) * min(ROWS, length) * length
+        held = self.held_numel(size, numel) if size > 1 else (0, numel)
+        parts = ORDERS[self.order].parts if attention.window and size > 1 else 1  # a window cuts every part
+        length = seq // (size * parts)
+        samples = rows * self.head_ranks * size // seq
+        scores = memory.tile_scores(attention, samples * (heads // self.head_ranks), length, seq)
+        return max(exchanged, memory.passing_bytes(plan, attention, (queries, numel, *held), scores))
 
     def explain(self, plan: Plan) -> Explanation:
         """Return the messages of the attention of rank 0's stages."""
@@ -260,23 +254,6 @@ def _of_routers(block: BlockSpec, plan: Plan) -> list[Collective]:
 
 def attends(block: BlockSpec) -> bool:
     return any(parameter.heads for parameter in block.parameters)
-
-
-def head_dim(plan: Plan) -> int:
-    return plan.spec.qk_features // plan.spec.heads
-
-
-def part_of(plan: Plan) -> tuple[int, int, int]:
-    """Return what a rank of tp has of attention: (positions of its samples, heads, heads of keys and values)."""
-    return once(plan.cache, "part of attention", lambda: _part_of(plan))
-
-
-def _part_of(plan: Plan) -> tuple[int, int, int]:
-    spec, rows, parts = plan.spec, plan.num_rows, 1
-    layer = next(layer for layer in spec.layers() if any(parameter.heads for parameter in layer.parameters))
-    if product := plan.tensor.product_of(layer, plan):
-        rows, parts = product.y.local(rows, 1, plan.mesh.sizes)[0], degree(product.y.features, plan.mesh.sizes)
-    return rows, spec.heads // parts, max(1, (spec.kv_heads or spec.heads) // parts)
 
 
 def copies_of(kv_heads: int, ranks: int) -> int:

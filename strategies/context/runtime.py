@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from parallelrun.distributed.mesh import Mesh
+from parallelrun.models.blockwise.attention import ContextAttention
+from parallelrun.models.blockwise.transports import GatherTransport, RingTransport
 from parallelrun.models.local_tokens import SomeTokens, hold
 from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.models.moe.router import Router
@@ -11,9 +13,7 @@ from parallelrun.models.network import Network
 from parallelrun.planner.contract.plan import Plan
 
 from .blockwise_plan import AXIS, BlockwiseContext
-from .layers import ContextAttention
 from .plan import GatheredAttention
-from .transports import GatherTransport, RingTransport
 
 
 def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 def log_sum_exp_of_the_last_block() -> None:
     """Merged outputs keep the first block's log-sum-exp: right for two blocks in forward, wrong in backward."""
-    from parallelrun.strategies.context.blocks import Merged
+    from parallelrun.models.blockwise.blocks import Merged
 
     right = Merged.add
 
@@ -42,7 +42,7 @@ def tokens_in_another_order() -> None:
 
 def gradients_of_keys_stay() -> None:
     """The gradients of keys and values do not travel with them."""
-    from parallelrun.strategies.context.transports import TravellingSum
+    from parallelrun.models.blockwise.transports import TravellingSum
 
     right = TravellingSum.add
 
@@ -70,14 +70,14 @@ def dropout_of_local_positions() -> None:
 
 def stripes_see_their_own_index() -> None:
     """The diagonal of two stripes is taken as if both began at the same position."""
-    from parallelrun.strategies.context import tiles
+    from parallelrun.models.blockwise import tiles
 
     tiles._striped = lambda query, key: (tiles.Tile(slice(0, query.length), slice(0, key.length), True),)
 
 
 def window_of_one_key_more() -> None:
     """Queries see a key behind their window, as `distance <= window` would say."""
-    from parallelrun.strategies.context import tiles
+    from parallelrun.models.blockwise import tiles
 
     right = tiles._cut_behind
     tiles._cut_behind = lambda tile, query, key, window: right(tile, query, key, window + 1)
@@ -89,3 +89,44 @@ def routing_groups_of_own_tokens() -> None:
 
     SharedGroups.gathered = lambda self, logits: logits
     SharedGroups.own = lambda self, routing: routing
+
+
+def sinks_of_every_block() -> None:
+    """Each block of keys has the sinks in its softmax, and not the whole of them once."""
+    from parallelrun.models.blockwise.blocks import Merged
+    from parallelrun.models.blockwise.product import BlockwiseAttention
+
+    right_add, right_forward = Merged.add, BlockwiseAttention.forward
+    sinks: list[Tensor] = []
+
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Any) -> Any:
+        sinks[:] = [call.sinks]
+        return right_forward(ctx, query, key, value, call)
+
+    def add(self: Merged, out: Tensor, lse: Tensor, rows: slice, samples: slice) -> None:
+        block = Merged(out.clone(), lse)
+        if sinks[0] is not None:
+            block.add_sinks(sinks[0])
+        right_add(self, block.out.to(out.dtype), block.lse, rows, samples)
+
+    Merged.add, BlockwiseAttention.forward = add, staticmethod(forward)
+
+
+def sinks_of_the_first_heads() -> None:
+    """After the exchange of tokens for heads every rank has the sinks of the first heads."""
+    from parallelrun.models.blockwise.attention import ContextAttention
+
+    ContextAttention._own_heads = lambda self, sinks: sinks.chunk(self.heads.size)[0]
+
+
+def cap_behind_the_mask() -> None:
+    """Soft caps of scores make finite what a query does not see."""
+    from parallelrun.models.blockwise import blocks
+
+    right = blocks._scores
+
+    def wrong(query: Tensor, key: Tensor, part: Any, tile: Any) -> Tensor:
+        scores, cap = right(query, key, part, tile._replace(softcap=None)), tile.softcap
+        return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
+
+    blocks._scores = wrong

@@ -118,3 +118,27 @@ def left_without_summing() -> None:
 def auxiliary_loss_of_every_rank() -> None:
     right = AuxiliaryLoss.forward
     AuxiliaryLoss.forward = staticmethod(lambda ctx, y, auxiliary, scale: right(ctx, y, auxiliary, 2 * scale))
+
+
+def sinks_summed_over_tp() -> None:
+    """The gradients of sinks are summed as those of replicated weights are, though each rank has its own heads."""
+    right = Megatron1D.layout
+
+    def wrong(self, parameter, plan):
+        layout = right(self, parameter, plan)
+        return Layout(layout.dims, ("tp",)) if parameter.layer_role == "sinks" else layout
+
+    Megatron1D.layout = wrong
+
+
+def last_biases_of_every_rank() -> None:
+    """Each rank with a part of an expert adds its last bias completely."""
+    from parallelrun.models.moe.experts import Experts
+
+    right = Experts.forward
+
+    def wrong(self, rows, counts=None):
+        self.ffn = self.up.size(1)
+        return right(self, rows, counts)
+
+    Experts.forward = wrong

@@ -1,6 +1,6 @@
 """Options of plain attention that published models have train on several ranks as on one device, and send what is
 predicted: heads of a size of their own, norms of heads, of all heads and of results, biases of queries, keys and values
-alone, windows."""
+alone, windows, sinks, soft caps, and what else gpt-oss and Gemma are made of."""
 
 from __future__ import annotations
 
@@ -92,9 +92,43 @@ WINDOWED = OVER_CONTEXT | {name: PLANS[name] for name in ("tp, sequence parallel
 }  # fmt: skip
 
 
-FULL_MATRIX = ("2d", "packed documents, contiguous")  # others have the layout, and the order
+FULL_MATRIX = ("2d", "packed documents, contiguous", "zigzag", "ulysses")  # others have the layout, and the order
 
 
 @pytest.mark.parametrize("plan", [plan for plan in WINDOWED if FULL or plan not in FULL_MATRIX])
 def test_windows(plan: str) -> None:
     assert_equal(parity({**WINDOW, **WINDOWED[plan]}))
+
+
+ALTERNATING = llama(model__window=5, model__seq=24, model__global_period=2)
+GEMMA = ALTERNATING | {
+    "model.qk_norm": "head", "model.norm_position": "both", "model.activation": "geglu", "model.local_rope_theta": 10.0,
+    "model.scaled_embedding": True, "model.query_pre_attn_scalar": 3.0, "model.attention_softcap": 2.0,
+    "model.logit_softcap": 1.5,
+}  # fmt: skip
+GPT_OSS = ALTERNATING | EXPERTS | {
+    "model.sinks": True, "model.activation": "swiglu_clamped", "model.bias": True, "model.expert_bias": True,
+    "model.init_std": 0.3, "dp": 1, "ep": 1,
+}  # fmt: skip
+DROPPED = {"model.attention_dropout": 0.2}
+MORE = OVER_CONTEXT | PLANS | {
+    "packed documents, dropped probabilities": {"dp": 2, "dataset.pack": True, **DROPPED},
+    "full": {"dp": 2, "recompute": "full"},
+    "zero bubble, cp": {"pp": 2, "cp": 2, "strategy.pipeline.kind": "zero_bubble"},
+}  # fmt: skip
+OF_EXPERTS = {
+    "ep, tp": {"dp": 2, "ep": 2, "tp": 2},
+    "ep over tp, 2d": {"tp": 4, "layout": "2d", "ep": 4, "strategy.expert.tp": 1},
+    "cp, ep": {"cp": 2, "ep": 2},
+}
+OF_GEMMA, OF_GPT_OSS = ("zigzag",), ("cp, ulysses, tp", "ep, tp")  # others: the full matrix
+
+
+@pytest.mark.parametrize("plan", [plan for plan in MORE if FULL or plan in OF_GEMMA])
+def test_the_parts_of_gemma(plan: str) -> None:
+    assert_equal(parity({**GEMMA, **MORE[plan]}))
+
+
+@pytest.mark.parametrize("plan", [plan for plan in MORE | OF_EXPERTS if FULL or plan in OF_GPT_OSS])
+def test_the_parts_of_gpt_oss(plan: str) -> None:
+    assert_equal(parity({**GPT_OSS, **(MORE | OF_EXPERTS)[plan]}))

@@ -54,6 +54,14 @@ MODULE = {key: value for key, value in GPT.items() if key not in ("model.layers"
 }  # fmt: skip
 ROLES = {"model.roles": {"layers.*.[qkv]": "column_parallel", "layers.*.out": "row_parallel"}}
 ALL_ROLES = {"model.roles": {**ROLES["model.roles"], "layers.*.fc1": "column_parallel", "layers.*.fc2": "row_parallel"}}
+GEMMA = {
+    "model.qk_norm": "head", "model.norm_position": "both", "model.activation": "geglu", "model.scaled_embedding": True,
+    "model.query_pre_attn_scalar": 3.0, "model.attention_softcap": 2.0, "model.logit_softcap": 3.0,
+}  # fmt: skip
+GPT_OSS = {
+    "model.sinks": True, "model.activation": "swiglu_clamped", "model.bias": True, "model.expert_bias": True,
+    "model.experts": 4, "model.expert_period": 1, "model.expert_ffn": 128, "model.window": 20,
+}  # fmt: skip
 LORA, BF16_BASE = {"model.lora.rank": 8}, {"model.lora.base_dtype": "bf16"}
 FEW = GPT | {"global_batch": 2, "micro_batch": 1, "model.seq": 16, "recompute": "full"}
 FP16, BF16 = ({"precision.name": name} for name in ("fp16", "bf16"))
@@ -140,6 +148,9 @@ PLANS: dict[str, dict[str, Any]] = {
     | FULL,
     "window, long": LONG | {"model.window": 200},
     "window, long, cp": LONG | {"model.window": 100} | context("ring", order="striped"),
+    "soft caps, long, cp": LONG | {"model.attention_softcap": 2.0} | context("ring"),
+    "parts of gemma, tp sequence": LLAMA | ONE_LAYER | {"tp": 2} | SEQUENCE | GEMMA,
+    "parts of gpt-oss, tp": LLAMA | ONE_LAYER | {"tp": 2} | GPT_OSS,
     "wide heads tp": LLAMA | ONE_LAYER | {"tp": 2, "model.head_dim": 48},
     "latent tp sequence selective, queries of x": LATENT
     | ONE_LAYER
@@ -255,6 +266,7 @@ SELDOM = {
     "loss in chunks bf16", "loss in chunks, 1f1b",
     "fsdp x zero bubble, reduced in each pass",
     "loss in chunks, fsdp bf16", "zbv",
+    "soft caps, long, cp",
 }  # fmt: skip
 # Of four microbatches without a pipeline, the last two only repeat the second.
 PLANS = {name: _shorter(overrides) for name, overrides in PLANS.items() if matrix.FULL or name not in SELDOM}

@@ -12,6 +12,7 @@ from tests.mutants import MODULES
 from tests.parity import assert_equal, parity
 from tests.plans import llama
 from tests.ranks import test_context_attention as context
+from tests.ranks import test_heads_parity as heads
 from tests.ranks import test_staged_modules as staged
 from tests.ranks.test_data_experts import FSDP, HALF, MOE, THREE, ZERO1, ZERO2
 from tests.ranks.test_finetuning import LORA, MODULE
@@ -47,6 +48,7 @@ GRID_LATENT = {**LATENT, **ONE_LAYER}
 BIASED = {"model.router.kind": "top_k", "model.router.bias_rate": 0.05, "verify.steps": 2}
 ADAPTED = {**MODULE, **LORA}
 CHANNELS = {**RESNET, "tp": 2, "verify.steps": 1}
+SINKS = llama(model__sinks=True, model__layers=1)
 HALF_EXPERTS, THREE_EXPERTS = {**MOE, **HALF}, {**MOE, **THREE}
 # A mutant stands as often as it has plans.
 PLANTED: list[tuple[str, Overrides]] = [
@@ -144,6 +146,12 @@ PLANTED: list[tuple[str, Overrides]] = [
     ("gradients_of_keys_stay", CP),
     ("dropout_of_local_positions", {**CP, "dropout": 0.1}),
     ("window_of_one_key_more", {**CP, **llama(model__window=3)}),
+    ("sinks_of_every_block", {**CP, **SINKS}),
+    ("sinks_of_the_first_heads", {**CP, **SINKS, context.KIND: "ulysses"}),
+    ("sinks_summed_over_tp", {**SINKS, "tp": 2}),
+    ("last_biases_of_every_rank", {**heads.GPT_OSS, "model.layers": 1, "tp": 2}),
+    ("cap_behind_the_mask", {**CP, **llama(model__attention_softcap=2.0)}),
+    ("windows_of_the_next_layers", {**heads.ALTERNATING, "pp": 2}),
     ("stripes_see_their_own_index", {**CP, context.ORDER: "striped"}),
     ("orthogonal_shards", {**MUON, **ONE_LAYER, "tp": 2}),
     ("rate_of_the_shard", {**MUON, **ONE_LAYER, "tp": 2}),

@@ -14,9 +14,9 @@ import torch
 from parallelrun.base.context import WorkerContext
 from parallelrun.data import open_dataset
 from parallelrun.data.order import make_sampler
+from parallelrun.models.blockwise.product import AttentionCall
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.planner.predict import prediction
-from parallelrun.strategies.context.product import AttentionCall
 from parallelrun.training.loop import training_loop
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.reader import Batch

@@ -151,22 +151,29 @@ def _stored(source: StoredModel, pieces: Sequence[Piece], constants: Mapping[str
         raise ConfigError(Problem(f"{unstored[0]} {list(shapes[unstored[0]])} has no place in this format", "--format"))
     sizes = stored_shapes(by_parameter, shapes, constants)
     for key, parts in by_key.items():
-        yield Stored(key, sizes[key], partial(_assembled, source, parts, shapes))
+        yield Stored(key, sizes[key], partial(_assembled, source, parts, shapes, sizes[key]))
     for key, constant in constants.items():
         yield Stored(key, constant.shape, partial(torch.full, constant.shape, constant.value))
 
 
-def _assembled(source: StoredModel, pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
-    """The stored tensor of the pieces: several are rows of one, the first of them first."""
-    parts = []
-    for piece in sorted(pieces, key=lambda piece: piece.start):
+def _assembled(
+    source: StoredModel, pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]
+) -> Tensor:
+    """The stored tensor of that shape, of which each of the pieces is some rows."""
+    assembled: Tensor | None = None
+    for piece in pieces:
         ranges = [(0, size) for size in shapes[piece.parameter]]
         if piece.index is not None:
             ranges[0] = (piece.index, piece.index + 1)
         part = source.weights.read(piece.parameter, ranges)
-        parts.append(part if piece.index is None else part[0])
-    assembled = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return assembled.t() if pieces[0].transposed else assembled
+        part = part if piece.index is None else part[0]
+        part = part - piece.offset if piece.offset else part
+        if assembled is None:
+            assembled = part.new_empty(shape)
+        target = assembled[piece.index] if piece.stacked and piece.index is not None else assembled
+        (target.t() if piece.transposed else target)[piece.rows(part.size(0))] = part
+    assert assembled is not None, "a stored tensor has pieces"
+    return assembled
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

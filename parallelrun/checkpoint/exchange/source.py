@@ -25,7 +25,9 @@ from parallelrun.planner.model.model_spec import ModelSpec
 from parallelrun.planner.resolve.resolve_config import spec_of
 
 FUNCTION_KEYS = ("norm", "norm_eps", "norm_position", "activation", "position", "rope_theta", "rope_scaling",
-                 "rope_factor", "bias", "window", "tied_embeddings", "rope_mscale", "rope_mscale_all_dim")  # fmt: skip
+                 "rope_factor", "bias", "window", "tied_embeddings", "rope_mscale", "rope_mscale_all_dim",
+                 "global_period", "local_rope_theta", "sinks", "attention_softcap", "logit_softcap", "rope_truncate",
+                 "query_pre_attn_scalar", "scaled_embedding")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from parallelrun.planner.model.model_spec import ModelSpec
 Ranges = Sequence[tuple[int, int]]  # [start, stop) of every dim
 _SHOWN = 5
 _NOT_LEARNED = re.compile(r".*(\.rotary_emb\.inv_freq|\.attn\.(masked_)?bias|embeddings\.position_ids)")
+_MXFP4 = "_blocks"  # behind the name of a tensor whose numbers of 4 bits have scales of their own
 _NUMBERS = ("F64", "F32", "F16", "BF16")
 
 
@@ -196,10 +197,14 @@ class FileWeights(Weights):
 
     def _read_piece(self, piece: Piece, ranges: Ranges) -> Tensor:
         """ranges: of the piece, seen as the parameter is."""
-        shifted = [(start + piece.start, stop + piece.start) for start, stop in ranges[:1]] + list(ranges[1:])
-        key = self._spelled(piece.key)
-        part = self._slice(self._file_of[key], key, shifted[::-1] if piece.transposed else shifted)
-        return part.t() if piece.transposed else part
+        (first, last), *others = ranges
+        start, key = piece.start + first * piece.step, self._spelled(piece.key)
+        shifted = [(start, max(start, piece.rows(last).stop)), *others]
+        stack = [(piece.index, piece.index + 1)] if piece.stacked and piece.index is not None else []
+        part = self._slice(self._file_of[key], key, [*stack, *(shifted[::-1] if piece.transposed else shifted)])
+        part = part[0] if stack else part
+        part = (part.t() if piece.transposed else part)[:: piece.step]
+        return part.to(torch.promote_types(part.dtype, torch.float32)) + piece.offset if piece.offset else part
 
     def differences(self, spec: ModelSpec) -> list[str]:
         wanted = stored_shapes(self._pieces, self._shapes, self._constants)
@@ -207,9 +212,10 @@ class FileWeights(Weights):
         for piece in (piece for pieces in self._pieces.values() for piece in pieces):
             ours[piece.key] = f"{ours[piece.key]}, {piece.parameter}" if piece.key in ours else piece.parameter
         spelled = {self._spelled(key): key for key in wanted}
-        if quantised := [key for key in spelled if key in self._entries and not _holds_numbers(self._entries[key])]:
+        known = [key for key in self._entries if key in spelled or key.removesuffix(_MXFP4) in spelled]
+        if quantised := [key for key in known if not _holds_numbers(self._entries[key])]:
             others = f" (and {len(quantised) - 1} more)" if len(quantised) > 1 else ""
-            kind = self._entries[quantised[0]].get("dtype")
+            kind = "MXFP4" if quantised[0].endswith(_MXFP4) else self._entries[quantised[0]].get("dtype")
             return [f"{quantised[0]}{others} is stored as {kind}: quantised weights are not read; convert them to bf16"]
         stored = {
             spelled.get(key, key): tuple(entry["shape"])
@@ -269,11 +275,7 @@ def stored_shapes(
     shape_of: dict[str, tuple[int, ...]] = {}
     for name, parts in pieces.items():
         for piece in parts:
-            rows, *rest = piece.shape(shapes[name])
-            before = shape_of.get(piece.key)
-            size = 0 if before is None else before[-1] if piece.transposed else before[0]
-            shape = (max(size, piece.start + rows), *rest)
-            shape_of[piece.key] = shape[::-1] if piece.transposed else shape
+            shape_of[piece.key] = piece.stored_shape(shapes[name], len(parts), shape_of.get(piece.key))
     return {**shape_of, **{key: constant.shape for key, constant in constants.items()}}
 
 

@@ -71,6 +71,14 @@ class ModelConfig:
     window: int | None = key(
         None, "keys that a token attends to, its own and those before it (Mistral); null: all", least=1, most=SIZE
     )
+    global_period: int | None = key(
+        None, "every n-th layer attends without the window (Gemma, gpt-oss); null: none", least=1, most=LAYERS
+    )
+    sinks: bool = key(False, "a learned score for each head, which attention counts as that of a key of value 0")
+    attention_softcap: float | None = key(None, "attention scores are c tanh(score / c), before the mask", above=0)
+    query_pre_attn_scalar: float | None = key(
+        None, "scores are divided by the root of this; null: of an attention head's features", above=0
+    )
     kv_lora_rank: int | None = key(
         None, "latent attention (DeepSeek): width of the latent for keys and values", least=1, most=SIZE
     )
@@ -89,16 +97,23 @@ class ModelConfig:
     seq: int = key(64, "sequence length", least=1, most=SIZE)
     norm: str = key("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
     norm_position: str = key(
-        "pre", "norms of what attention and MLP read, or (OLMo 2) of what they give", choices=("pre", "post")
+        "pre",
+        "norms of what attention and MLP read, or (OLMo 2) of what they give, or both (Gemma)",
+        choices=("pre", "post", "both"),
     )
     norm_eps: float = key(1e-5, "epsilon of the normalisation", above=0)
     activation: str = key(
         "gelu",
-        "activation of the MLP; gelu is the tanh approximation",
-        choices=("gelu", "gelu_exact", "relu", "swiglu"),
+        "activation of the MLP; gelu is the tanh approximation, as in geglu; swiglu_clamped is gpt-oss's",
+        choices=("gelu", "gelu_exact", "relu", "swiglu", "geglu", "swiglu_clamped"),
     )
     position: str = key("learned", "position embedding", choices=("learned", "rope"))
     rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0)
+    local_rope_theta: float | None = key(
+        None,
+        "base of the rotary frequencies in layers with a window, never scaled; null: as in others",
+        above=0,
+    )
     rope_scaling: str = key(
         "none",
         "scaling of the rotary frequencies for a longer context",
@@ -110,6 +125,7 @@ class ModelConfig:
     rope_high_factor: float = key(4.0, "llama3: keep wavelengths below rope_original_seq / rope_high_factor", above=0)
     rope_beta_fast: float = key(32.0, "yarn: frequencies with more turns in rope_original_seq are unchanged", above=0)
     rope_beta_slow: float = key(1.0, "yarn: frequencies with fewer turns in rope_original_seq are scaled", above=0)
+    rope_truncate: bool = key(True, "yarn: the scaled frequencies begin and end at whole pairs of features")
     rope_mscale: float = key(1.0, "yarn: multiply rotated features by 0.1 x rope_mscale x ln(rope_factor) + 1", least=0)
     rope_mscale_all_dim: float = key(
         0.0, "yarn: divide by the same with this scale; latent attention multiplies scores by its square", least=0
@@ -119,6 +135,8 @@ class ModelConfig:
     tied_embeddings: bool = key(True, "the output layer shares the embedding's weight")
     head_bias: bool = key(False, "the output layer has a bias over the vocabulary (BERT's)")
     mask_token: int | None = key(None, "bert: token id of [MASK]; null: the last id", least=0, most=SIZE)
+    scaled_embedding: bool = key(False, "embeddings are multiplied by the root of model.hidden")
+    logit_softcap: float | None = key(None, "logits are c tanh(logit / c)", above=0)
     init_std: float = key(0.02, "standard deviation of initial weights", least=0)
     label_smoothing: float = key(0.0, "label smoothing of the loss", least=0, below=1)
     attention_dropout: float = key(0.0, "dropout of attention weights", least=0, below=1)
@@ -126,6 +144,7 @@ class ModelConfig:
     expert_ffn: int | None = key(None, "hidden width of one expert; null: that of the MLP", least=1, most=SIZE)
     expert_period: int = key(2, "every n-th layer is an MoE layer", least=1, most=LAYERS)
     dense_layers: int = key(0, "number of first layers without experts", least=0, most=LAYERS)
+    expert_bias: bool = key(False, "experts and their router have biases")
     shared_experts: int = key(0, "width of the shared expert of all tokens, in expert_ffn", least=0, most=COUNT)
     router: RouterConfig = field(default_factory=RouterConfig)
     own_router: bool = key(False, "the strategy's preset does not change the router; set if the model's preset has one")

@@ -12,7 +12,7 @@ from typing import Any
 from parallelrun.base.errors import Problem
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.config_fields import Fields
-from parallelrun.models.hugging_face import Family, Field, FixedTensor, Piece, both, options
+from parallelrun.models.hugging_face import PLAIN, Family, Field, FixedTensor, Piece, both, options
 from parallelrun.planner.model.model_spec import ModelSpec
 
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}  # theirs -> ours
@@ -44,7 +44,7 @@ class Bert(Family):
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
         model = config.model
-        allowed = {"bias": (True,), "norm_bias": (None, True), "kv_heads": (None, model.heads),
+        allowed = {**PLAIN, "bias": (True,), "norm_bias": (None, True), "kv_heads": (None, model.heads),
                    "head_dim": (None, model.hidden // model.heads), "qk_norm": (None,),
                    "qkv_bias": (None, True)}  # fmt: skip
         return options(config.model, "model", self.architecture, allowed)

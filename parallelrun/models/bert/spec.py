@@ -87,7 +87,8 @@ def _block(name: str, model: ModelConfig) -> BlockSpec:
         *transformer.mlp_layers(f"{name}.mlp", model, normal, normal),
         transformer.norm_layer(f"{name}.mlp_norm", model),
     )
-    return BlockSpec(name, "transformer", layers, transformer.transformer_flops(layers, model))
+    flops, attention = transformer.transformer_flops(layers, model), transformer.attention_spec(model)
+    return BlockSpec(name, "transformer", layers, flops, attention=attention)
 
 
 def _head(model: ModelConfig, vocab: int) -> BlockSpec:

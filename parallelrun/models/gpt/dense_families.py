@@ -10,7 +10,7 @@ from parallelrun.base.errors import Problem
 from parallelrun.config.schema.model_schema import ModelConfig
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.config_fields import ROPE_KEYS, Fields
-from parallelrun.models.hugging_face import Family, Field, Piece, both, options, routing_differences
+from parallelrun.models.hugging_face import PLAIN, Family, Field, Piece, both, options, routing_differences
 from parallelrun.models.moe import spec as moe
 from parallelrun.models.transformer import spec as transformer
 from parallelrun.models.transformer.latent_spec import rotary_growth
@@ -19,7 +19,8 @@ from parallelrun.planner.model.model_spec import ModelSpec
 Allowed = dict[str, tuple[Any, ...]]
 # Of the classes after GPT-2: options of `model`, and of `model.router`.
 DEFAULTS = {"norm": "rmsnorm", "position": "rope", "activation": "swiglu", "head_bias": False, "experts": 0,
-            "kv_lora_rank": None, "qk_norm": None, "norm_position": "pre", "window": None}  # fmt: skip
+            "kv_lora_rank": None, "qk_norm": None, "norm_position": "pre", "window": None,
+            **{key: off for key, (off,) in PLAIN.items()}}  # fmt: skip
 ROUTING = {"kind": "top_k", "scaling": 1.0, "capacity_factor": None, "eval_capacity_factor": None, "bias_rate": 0.0,
            "n_group": 1, "jitter": 0.0}  # fmt: skip
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs -> ours
@@ -48,11 +49,11 @@ class Gpt2(Family):
 
     def differences(self, config: Config, spec: ModelSpec) -> list[Problem]:
         model = config.model
-        allowed = {"norm": ("layernorm",), "position": ("learned",), "activation": tuple(dict.fromkeys(GELUS.values())),
-                   "bias": (True,), "norm_bias": (None, True), "head_bias": (False,), "experts": (0,),
-                   "kv_heads": (None, model.heads), "head_dim": (None, model.hidden // model.heads),
-                   "qk_norm": (None,), "norm_position": ("pre",), "window": (None,),
-                   "qkv_bias": (None, True)}  # fmt: skip
+        allowed = {**PLAIN, "norm": ("layernorm",), "position": ("learned",), "bias": (True,),
+                   "activation": tuple(dict.fromkeys(GELUS.values())), "norm_bias": (None, True),
+                   "head_bias": (False,), "experts": (0,), "kv_heads": (None, model.heads),
+                   "head_dim": (None, model.hidden // model.heads), "qk_norm": (None,), "norm_position": ("pre",),
+                   "window": (None,), "qkv_bias": (None, True)}  # fmt: skip
         return options(model, "model", self.architecture, allowed)
 
     def fields(self, config: Config, spec: ModelSpec) -> dict[str, Any]:
@@ -79,7 +80,7 @@ class Gpt2(Family):
             yield Piece("head.head.weight", "lm_head.weight")
 
 
-def decoder_table(eps: float, seq: int, **sizes: int) -> tuple[Field, ...]:
+def decoder_table(eps: float, seq: int, tied: bool = False, **sizes: int) -> tuple[Field, ...]:
     """Return the fields that Llama and all later classes have. The arguments are defaults of the class."""
     sizes = {"vocab": 32000, "hidden": 4096, "layers": 32, "heads": 32, **sizes}
     return (
@@ -92,7 +93,7 @@ def decoder_table(eps: float, seq: int, **sizes: int) -> tuple[Field, ...]:
         Field("max_position_embeddings", "seq", int, seq),
         Field("initializer_range", "init_std", float, 0.02),
         Field("rms_norm_eps", "norm_eps", float, eps),
-        Field("tie_word_embeddings", "tied_embeddings", bool, False),
+        Field("tie_word_embeddings", "tied_embeddings", bool, tied),
     )
 
 
@@ -100,8 +101,9 @@ class Decoder(Family):
     """Llama and the classes after it. The rotary embedding rotates the halves of a head, as ours does.
 
     theta, rotated, head_size: the defaults of the rotary base, of the share of a head that is rotated, and of the size
-    of a head (None: hidden / heads). norms: the names of a layer's norms. latent: whether it has latent attention.
-    routing: the values of `model.router` of which config.json says nothing.
+    of a head (None: hidden / heads). norms: the names of a layer's norms by ours. norm_offset: our weights of norms
+    less the stored ones. latent: whether it has latent attention. routing: the values of `model.router` of which
+    config.json says nothing.
     """
 
     skipped = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
@@ -109,7 +111,8 @@ class Decoder(Family):
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
     theta, rotated, latent = 10000.0, 1.0, False
     head_size: ClassVar[int | None] = None
-    norms: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")
+    norms: ClassVar[Mapping[str, str]] = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    norm_offset = 0.0
     implied: ClassVar[Mapping[str, Any]] = {"bias": False}
     routing: ClassVar[Mapping[str, Any]] = {}
     free: ClassVar[Set[str]] = frozenset()
@@ -152,16 +155,21 @@ class Decoder(Family):
         yield Piece("embedding.tokens.weight", "model.embed_tokens.weight")
         for index in range(config.model.layers):
             ours, theirs = f"layers.{index}", f"model.layers.{index}"
-            yield Piece(f"{ours}.attention_norm.weight", f"{theirs}.{self.norms[0]}.weight")
+            first, *others = (self.norm_piece(f"{ours}.{a}", f"{theirs}.{b}") for a, b in self.norms.items())
+            yield first
             yield from self.attention_pieces(config, ours, theirs)
-            yield Piece(f"{ours}.mlp_norm.weight", f"{theirs}.{self.norms[1]}.weight")
+            yield from others
             if moe.has_experts(index, config.model):
                 yield from self.expert_pieces(config, f"{ours}.moe", theirs)
             else:
                 yield from self.mlp_pieces(config, f"{ours}.mlp", f"{theirs}.mlp")
-        yield Piece("head.norm.weight", "model.norm.weight")
+        yield self.norm_piece("head.norm", "model.norm")
         if not config.model.tied_embeddings:
             yield Piece("head.head.weight", "lm_head.weight")
+
+    def norm_piece(self, ours: str, theirs: str) -> Piece:
+        """The piece of a norm."""
+        return Piece(f"{ours}.weight", f"{theirs}.weight", offset=self.norm_offset)
 
     def attention_pieces(self, config: Config, ours: str, theirs: str) -> Iterable[Piece]:
         """The pieces of a layer's attention. ours, theirs: of the whole layer."""
@@ -169,7 +177,9 @@ class Decoder(Family):
         for part in "qkv":
             yield from both(f"{ours}.attention.qkv.{part}", f"{theirs}.self_attn.{part}_proj", biased)
         for part in "qk" if config.model.qk_norm else "":
-            yield Piece(f"{ours}.attention.{part}_norm.weight", f"{theirs}.self_attn.{part}_norm.weight")
+            yield self.norm_piece(f"{ours}.attention.{part}_norm", f"{theirs}.self_attn.{part}_norm")
+        if config.model.sinks:
+            yield Piece(f"{ours}.attention.product.sinks", f"{theirs}.self_attn.sinks")
         yield from both(f"{ours}.attention.out", f"{theirs}.self_attn.o_proj", config.model.bias)
 
     def mlp_pieces(self, config: Config, ours: str, theirs: str) -> Iterable[Piece]:
@@ -249,7 +259,9 @@ class Olmo2(Decoder):
     table = decoder_table(eps=1e-5, seq=2048, vocab=50304)
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "attention_bias": False}
     implied: ClassVar[Mapping[str, Any]] = {"bias": False, "qk_norm": "all", "norm_position": "post"}
-    norms: ClassVar[tuple[str, str]] = ("post_attention_layernorm", "post_feedforward_layernorm")
+    norms: ClassVar[Mapping[str, str]] = {
+        "attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"
+    }  # fmt: skip
 
 
 def rope_fields(model: ModelConfig, more: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -258,6 +270,8 @@ def rope_fields(model: ModelConfig, more: dict[str, Any] | None = None) -> dict[
     if model.rope_scaling == "yarn" and not (model.rope_mscale and model.rope_mscale_all_dim):
         del scaling["mscale"], scaling["mscale_all_dim"]  # transformers reads both, or neither
         scaling |= {"attention_factor": rotary_growth(model)} if model.rope_mscale != 1.0 else {}
+    if model.rope_scaling == "yarn" and not model.rope_truncate:
+        scaling["truncate"] = False
     kind = "default" if model.rope_scaling == "none" else model.rope_scaling
     parameters = {"rope_type": kind, **scaling, **(more or {})}
     return {

@@ -23,6 +23,7 @@ class DeepseekV3(Glm4Moe):
     which predicts several tokens."""
 
     model_type, architecture = "deepseek_v3", "DeepseekV3ForCausalLM"
+    also: ClassVar[tuple[str, ...]] = ("kimi_k2",)
     skipped = r".*\.rotary_emb\.inv_freq|lm_head\.weight|model\.layers\.61\..*"
     table = (
         *decoder_table(eps=NORM_EPS, seq=4096),
@@ -99,6 +100,7 @@ class DeepseekV2(DeepseekV3):
     normalise weights, whatever config.json says."""
 
     model_type, architecture = "deepseek_v2", "DeepseekV2ForCausalLM"
+    also: ClassVar[tuple[str, ...]] = ()
     skipped = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
     table = (
         *decoder_table(eps=NORM_EPS, seq=2048),

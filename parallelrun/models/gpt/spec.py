@@ -17,7 +17,7 @@ class GptDefinition(ModelDefinition):
     """Blocks `embedding`, `layers.0` ..., `head`."""
 
     own_keys = transformer.TEXT_KEYS | transformer.ATTENTION_KEYS | transformer.ROPE_KEYS | {
-        "experts", "norm_position", "window"
+        "experts", "global_period", "local_rope_theta", "logit_softcap", "norm_position", "window",
     }  # fmt: skip
     packs = True
 
@@ -43,9 +43,8 @@ class GptDefinition(ModelDefinition):
             tied=(transformer.TIED,) if tied else (),
             experts=model.experts,
             router=moe.router_spec(model),
-            window=model.window,
             norm_position=model.norm_position,
-            attended=transformer.windowed(model),
+            logit_softcap=model.logit_softcap,
         )
 
 
@@ -55,8 +54,10 @@ def _block(index: int, model: ModelConfig) -> BlockSpec:
     residual = Initialiser("normal", model.init_std / sqrt(2 * model.layers))
     products = 0
 
-    def normed(norm: str, branch: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-        layer = transformer.norm_layer(norm, model)
+    def normed(part: str, branch: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+        layer = transformer.norm_layer(f"{name}.{part}_norm", model)
+        if model.norm_position == "both":
+            return (layer, *branch, transformer.norm_layer(f"{name}.{part}_post_norm", model))
         return (layer, *branch) if model.norm_position == "pre" else (*branch, layer)
 
     if moe.has_experts(index, model):
@@ -65,12 +66,12 @@ def _block(index: int, model: ModelConfig) -> BlockSpec:
     else:
         inside = transformer.mlp_layers(f"{name}.mlp", model, transformer.normal(model), residual)
     layers = (
-        *normed(f"{name}.attention_norm", transformer.attention_layers(f"{name}.attention", model, residual)),
-        *normed(f"{name}.mlp_norm", inside),
+        *normed("attention", transformer.attention_layers(f"{name}.attention", model, residual)),
+        *normed("mlp", inside),
     )
-    return BlockSpec(
-        name, "transformer", layers, transformer.transformer_flops(layers, model, products, transformer.windowed(model))
-    )
+    attention = transformer.attention_spec(model, transformer.window_of(index, model))
+    flops = transformer.transformer_flops(layers, model, products, attention.attended)
+    return BlockSpec(name, "transformer", layers, flops, attention=attention)
 
 
 MODEL = GptDefinition()

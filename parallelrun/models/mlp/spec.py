@@ -9,13 +9,13 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.transformer import spec as transformer
 from parallelrun.planner.model import definitions
 from parallelrun.planner.model.definitions import ModelDefinition
-from parallelrun.planner.model.model_spec import BlockSpec, Initialiser, ModelSpec
+from parallelrun.planner.model.model_spec import GATED, BlockSpec, Initialiser, ModelSpec
 
 
 class MlpDefinition(ModelDefinition):
     """Blocks `embedding` (when it reads tokens), `layers.0` ..., `head`."""
 
-    own_keys = transformer.TEXT_KEYS
+    own_keys = transformer.TEXT_KEYS | {"logit_softcap"}
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
         model = config.model
@@ -39,6 +39,7 @@ class MlpDefinition(ModelDefinition):
             num_layers=model.layers,
             activation=model.activation,
             norm=model.norm,
+            logit_softcap=model.logit_softcap,
             tied=(transformer.TIED,) if tied else (),
         )
 
@@ -51,7 +52,7 @@ def _block(name: str, model: ModelConfig, rows: int) -> BlockSpec:
     up, down, dropout = transformer.mlp_layers(f"{name}.mlp", model, inner, outer)
     products = up.in_features * up.out_features + down.in_features * down.out_features
     # gate, up and what swiglu makes of them; relu(up); or up and gelu(up)
-    inside = {"swiglu": 3, "relu": 1}.get(model.activation, 2)
+    inside = 3 if model.activation in GATED else 1 if model.activation == "relu" else 2
     return BlockSpec(
         name,
         "mlp",

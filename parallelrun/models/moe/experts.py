@@ -6,29 +6,46 @@ MegaBlocks, Gale et al. 2022).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from parallelrun.distributed import torch_private
+from parallelrun.models.functions import cast
 from parallelrun.models.layers import Activation, RoleLayer
 from parallelrun.models.rounding import rounded
+from parallelrun.planner.model.model_spec import GATED
 
 
 class Experts(RoleLayer):
-    """`num_experts` MLPs without biases. Parameters `up` (experts, ffn, hidden), `down` (experts, hidden, ffn) and, for
-    swiglu, `gate` as `up`.
+    """`num_experts` MLPs. Parameters `up` (experts, ffn, hidden), `down` (experts, hidden, ffn) and, for gated
+    activations, `gate` as `up`; with biases, of each `<name>_bias` (experts, out).
 
-    A tensor strategy may cut ffn (the result is then a part of a sum), an expert dispatcher the experts.
+    A tensor strategy may cut ffn (the result is then a part of a sum, to which each rank adds its share of the last
+    bias), an expert dispatcher the experts.
     """
 
     layer_role = "expert"
 
-    def __init__(self, num_experts: int, hidden: int, ffn: int, activation: str, compute_dtype: torch.dtype):
+    def __init__(
+        self,
+        num_experts: int,
+        hidden: int,
+        ffn: int,
+        activation: str,
+        compute_dtype: torch.dtype,
+        biases: Iterable[str] = (),
+    ):
         super().__init__(compute_dtype)
-        self.gate = nn.Parameter(torch.empty(num_experts, ffn, hidden)) if activation == "swiglu" else None
+        self.ffn = ffn
+        self.gate = nn.Parameter(torch.empty(num_experts, ffn, hidden)) if activation in GATED else None
         self.up = nn.Parameter(torch.empty(num_experts, ffn, hidden))
         self.down = nn.Parameter(torch.empty(num_experts, hidden, ffn))
+        self.gate_bias = self.up_bias = self.down_bias = None
+        for name in biases:
+            setattr(self, name, nn.Parameter(torch.empty(num_experts, hidden if name == "down_bias" else ffn)))
         self.activation = Activation(activation)
 
     @property
@@ -40,14 +57,20 @@ class Experts(RoleLayer):
         """counts None: rows (experts, n, hidden). Else rows (n, hidden) sorted by expert and int64 counts (experts,),
         which sum to n; some may be 0. Returns the same shape."""
         rows = rows if rows.dtype == self.compute_dtype else rows.to(self.compute_dtype)
-        opened = [self._product(rows, weight, counts) for weight in (self.gate, self.up) if weight is not None]
-        return self._product(self.activation(*opened), self.down, counts)
+        pairs = ((self.gate, self.gate_bias), (self.up, self.up_bias))
+        opened = [self._product(rows, weight, bias, counts) for weight, bias in pairs if weight is not None]
+        share = None if self.down_bias is None else self.down_bias * (self.up.size(1) / self.ffn)
+        return self._product(self.activation(*opened), self.down, share, counts)
 
-    def _product(self, rows: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
+    def _product(self, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None) -> Tensor:
         weight = rounded(weight, self.compute_dtype)
         if counts is None:
-            return torch.bmm(rows, weight.transpose(1, 2))
-        return grouped_multiply(rows, weight, counts)
+            product = torch.bmm(rows, weight.transpose(1, 2))
+            return product if bias is None else product + cast(bias, product.dtype).unsqueeze(1)
+        product = grouped_multiply(rows, weight, counts)
+        if bias is None:
+            return product
+        return product + cast(bias, product.dtype).repeat_interleave(counts, 0, output_size=rows.size(0))
 
 
 def grouped_multiply(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

@@ -70,8 +70,10 @@ class MoE(TensorModule):
         super().__init__()
         model = make.model
         self.enter = ExpertInput(make.dtype)
-        self.router = Router(model.hidden, model.experts, router, make.seed, f"{name}.router", make.dtype)
-        self.experts = Experts(model.experts, model.hidden, sizes.expert_ffn(model), model.activation, make.dtype)
+        site, biases = f"{name}.router", sizes.expert_biases(model)
+        self.router = Router(model.hidden, model.experts, router, make.seed, site, make.dtype, bool(biases))
+        ffn = sizes.expert_ffn(model)
+        self.experts = Experts(model.experts, model.hidden, ffn, model.activation, make.dtype, biases)
         self.leave = ExpertOutput(make.dtype)
         # an MLP for all tokens beside the experts (DeepSeek-V3's shared experts as one), without dropout of its own
         self.shared = FeedForward(make, sizes.shared_ffn(model), None) if model.shared_experts else None

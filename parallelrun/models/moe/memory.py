@@ -9,9 +9,8 @@ from other ranks.
 from __future__ import annotations
 
 from parallelrun.base.precision import BYTES
-from parallelrun.models.moe.spec import inside_dim
 from parallelrun.planner.contract.plan import Plan
-from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec
+from parallelrun.planner.model.model_spec import GATED, BlockSpec, LayerSpec
 from parallelrun.planner.model.model_spec.router import RouterSpec
 
 
@@ -66,13 +65,13 @@ def num_routed(plan: Plan) -> int:
 
 def expert_width(layer: LayerSpec, plan: Plan) -> int:
     """Return the features inside an expert that a rank has."""
-    weight = layer.parameters[0]
-    return weight.shape[inside_dim(weight)] // plan.expert_tp
+    return layer.parameters[0].shape[1] // plan.expert_tp
 
 
 def row_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     """Return what one row keeps for backward: the row, the inside of its expert, and the expert's output."""
     inside = expert_width(layer, plan)
-    opened = {"swiglu": 2, "relu": 0}.get(plan.spec.activation, 1)  # gate and up; relu keeps its output
+    # gate and up; relu keeps its output
+    opened = 2 if plan.spec.activation in GATED else int(plan.spec.activation != "relu")
     activated = 0 if plan.recompute == "selective" and block.is_recomputed and opened else 1
     return (2 * plan.spec.hidden + (opened + activated) * inside) * BYTES[plan.precision.compute]

@@ -44,7 +44,8 @@ class Router(RoleLayer):
     local_tokens: the tokens of a sample that x has: all of them, or over_ranks routes those of other ranks too.
     sample_part: (index, count) of the equal part of the microbatch's samples held here; set by the tensor strategy.
 
-    Parameters `weight` (num_experts, hidden) and, if spec.bias_rate > 0, the frozen `selection_bias` (num_experts,).
+    Parameters `weight` (num_experts, hidden), maybe `bias` (num_experts,) and, if spec.bias_rate > 0, the frozen
+    `selection_bias` (num_experts,).
     The weight is not rounded to the compute dtype: a router in low precision is unstable (Fedus et al. 2021, 2.4).
     Jitter and the second expert are drawn by hash of seed, site, the sample ids of `dropout.scope` and the token's
     index.
@@ -55,11 +56,19 @@ class Router(RoleLayer):
     __call__: Any
 
     def __init__(
-        self, hidden: int, num_experts: int, spec: RouterSpec, seed: int, site: str, compute_dtype: torch.dtype
+        self,
+        hidden: int,
+        num_experts: int,
+        spec: RouterSpec,
+        seed: int,
+        site: str,
+        compute_dtype: torch.dtype,
+        has_bias: bool = False,
     ):
         super().__init__(compute_dtype)
         self.spec, self.site = spec, site
         self.weight = nn.Parameter(torch.empty(num_experts, hidden))
+        self.bias = nn.Parameter(torch.empty(num_experts)) if has_bias else None
         bias = nn.Parameter(torch.empty(num_experts), requires_grad=False) if spec.bias_rate > 0.0 else None
         self.selection_bias = bias
         self._jitter_key = dropout.site_key(seed, f"{site}.jitter")
@@ -74,7 +83,7 @@ class Router(RoleLayer):
         assert batch % spec.group_samples == 0, f"{batch} samples in groups of {spec.group_samples} at {self.site}"
         wide = accurate_dtype(self.compute_dtype)
         x = self._jittered(x.to(wide)) if self.training and spec.jitter > 0.0 else x.to(wide)
-        logits = functional.linear(x, self.weight.to(wide))
+        logits = functional.linear(x, self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
         if self.over_ranks is not None:
             logits = self.over_ranks.gathered(logits)
         seq = logits.size(1)

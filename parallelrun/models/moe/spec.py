@@ -9,7 +9,7 @@ from __future__ import annotations
 from parallelrun.base.errors import Problem
 from parallelrun.config.schema.model_schema import ModelConfig
 from parallelrun.models.transformer import spec as transformer
-from parallelrun.planner.model.model_spec import Initialiser, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.planner.model.model_spec import GATED, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.planner.model.model_spec.router import RouterSpec
 
 
@@ -33,13 +33,20 @@ def expert_ffn(model: ModelConfig) -> int:
 def expert_weights(model: ModelConfig) -> dict[str, tuple[int, int, int]]:
     """Shapes of the weights that all experts of a layer hold together, by name: (experts, out, in) each."""
     ffn, hidden = expert_ffn(model), model.hidden
-    opened = {"gate": (model.experts, ffn, hidden)} if model.activation == "swiglu" else {}
+    opened = {"gate": (model.experts, ffn, hidden)} if model.activation in GATED else {}
     return {**opened, "up": (model.experts, ffn, hidden), "down": (model.experts, hidden, ffn)}
 
 
+def expert_biases(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Shapes of their biases, by name: (experts, out) each."""
+    shapes = expert_weights(model).items() if model.expert_bias else ()
+    return {f"{part}_bias": shape[:2] for part, shape in shapes}
+
+
 def inside_dim(weight: ParameterSpec) -> int:
-    """The dim of an expert's weight (see `expert_weights`) that has the expert's inner width."""
-    return 2 if weight.name.endswith(".down") else 1
+    """The dim of an expert's weight (see `expert_weights`) that has the expert's inner width; -1: of its last bias, of
+    which every rank with a part of that width adds its share."""
+    return {"down": 2, "down_bias": -1}.get(weight.name.rpartition(".")[2], 1)
 
 
 def shared_ffn(model: ModelConfig) -> int:
@@ -70,12 +77,18 @@ def moe_layers(name: str, model: ModelConfig, residual: Initialiser) -> tuple[La
     output is added to the residual stream."""
     hidden, experts, normal = model.hidden, model.experts, transformer.normal(model)
     router = [ParameterSpec(f"{name}.router.weight", (experts, hidden), normal, "router")]
+    if model.expert_bias:
+        router.append(ParameterSpec(f"{name}.router.bias", (experts,), Initialiser("zeros"), "router"))
     if model.router.bias_rate > 0:
         bias = f"{name}.router.selection_bias"
         router.append(ParameterSpec(bias, (experts,), Initialiser("zeros"), "router", frozen=True))
     weights = tuple(
         ParameterSpec(f"{name}.experts.{part}", shape, residual if part == "down" else normal, "expert")
         for part, shape in expert_weights(model).items()
+    )
+    weights += tuple(
+        ParameterSpec(f"{name}.experts.{part}", shape, Initialiser("zeros"), "expert")
+        for part, shape in expert_biases(model).items()
     )
     shared: tuple[LayerSpec, ...] = ()
     if model.shared_experts:
@@ -92,5 +105,5 @@ def moe_layers(name: str, model: ModelConfig, residual: Initialiser) -> tuple[La
 
 def multiplied(layer: LayerSpec, model: ModelConfig) -> int:
     """Number of weights by which a router or expert layer multiplies one token: those of `top_k` experts."""
-    weights = sum(parameter.numel for parameter in layer.parameters if not parameter.frozen)
+    weights = sum(parameter.numel for parameter in layer.parameters if not parameter.name.endswith("bias"))
     return weights if layer.layer_role == "router" else weights // model.experts * model.router.top_k

@@ -23,12 +23,12 @@ class LatentAttention(Attention):
     and those of the key are the same for all heads. A tensor strategy splits the heads and copies the latents.
     """
 
-    def __init__(self, name: str, make: LayerFactory, causal: bool = True):
+    def __init__(self, name: str, make: LayerFactory, causal: bool = True, window: int | None = None):
         super().__init__()
         model, sizes = make.model, latent_sizes(make.model)
         assert sizes is not None, "the model has plain attention"
         self.sizes, self.value_dim = sizes, sizes.value
-        self.rotary, self.growth = rotary(model), score_growth(model)
+        self.rotary, self.growth = rotary(model, window is not None), score_growth(model)
         if sizes.q_rank is not None:
             self.q_a = make.unsplit(sizes.q_rank)
             self.q_a_norm = make.norm(sizes.q_rank)
@@ -40,7 +40,7 @@ class LatentAttention(Attention):
         else:
             self.q = make.heads(model.hidden, sizes.head_dim)
         self.kv_b = make.heads(sizes.kv_rank, sizes.nope + sizes.value)
-        self.close(name, make, model.heads * sizes.value, causal)
+        self.close(name, make, model.heads * sizes.value, causal, window)
 
     def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sizes = self.sizes
@@ -68,7 +68,7 @@ def _by_head(x: Tensor, features: int) -> Tensor:
     return x.view(*x.shape[:2], -1, features).transpose(1, 2)
 
 
-def self_attention(name: str, make: LayerFactory, causal: bool = True) -> Attention:
-    """The self-attention of the model that `make` builds."""
+def self_attention(name: str, make: LayerFactory, causal: bool = True, window: int | None = None) -> Attention:
+    """The self-attention of a layer of the model that `make` builds."""
     kind = SelfAttention if latent_sizes(make.model) is None else LatentAttention
-    return kind(name, make, causal)
+    return kind(name, make, causal, window)

@@ -16,6 +16,7 @@ KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  #
 
 OF_PLAIN = {
     "head_dim": "the heads of latent attention have sizes of their own",
+    "query_pre_attn_scalar": "rope_mscale_all_dim scales the scores of latent attention",
     "qk_norm": "latent attention normalises latents, not heads",
     "norm_position": "norms of results are not built beside latent attention",
     "qkv_bias": "the layers that give heads have no biases in latent attention",
@@ -70,7 +71,7 @@ def check(model: ModelConfig) -> list[Problem]:
         message = f"model.position={model.position}: latent attention has rotary positions"
         problems.append(Problem(message, "model.position", "model.position=rope", kind="contradiction"))
     for key, why in OF_PLAIN.items():
-        if getattr(model, key) not in (None, False, "pre"):
+        if getattr(model, key) not in (None, False, "pre", "both"):
             message = f"model.{key}={getattr(model, key)}: {why}"
             problems.append(Problem(message, f"model.{key}", f"leave model.{key} out", kind="contradiction"))
     if model.kv_heads not in (None, model.heads):

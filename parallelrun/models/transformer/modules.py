@@ -14,6 +14,8 @@ from parallelrun.config.schema.model_schema import ModelConfig
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models import documents as packed
 from parallelrun.models import functions, layers
+from parallelrun.models.autograd import apply
+from parallelrun.models.fused_norms import SoftCap
 from parallelrun.models.local_tokens import ALL, LocalTokens
 from parallelrun.models.masked_layers import AttentionProduct, HashDropout
 from parallelrun.models.transformer import spec as sizes
@@ -73,6 +75,7 @@ class InputEmbedding(layers.TensorModule):
     def __init__(self, make: LayerFactory):
         super().__init__()
         self.tokens = make.embedding()
+        self.scale = make.model.hidden**0.5 if make.model.scaled_embedding else 1.0
         learned = make.model.position == "learned"
         self.position = layers.PositionEmbedding(make.model.seq, make.model.hidden, make.dtype) if learned else None
         self.dropout = make.dropout("embedding.dropout")
@@ -80,16 +83,20 @@ class InputEmbedding(layers.TensorModule):
     def embed(self, tokens: Tensor) -> Tensor:
         """The embedding before dropout."""
         x = self.tokens(tokens)
+        if self.scale != 1.0:
+            x = x * self.scale
         return x if self.position is None else self.position(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.dropout(self.embed(tokens))
 
 
-def rotary(model: ModelConfig) -> functions.Rotary:
-    """The rotary frequencies of a model."""
+def rotary(model: ModelConfig, is_local: bool = False) -> functions.Rotary:
+    """The rotary frequencies of a model's layers, with a window or without."""
+    if model.local_rope_theta is not None and is_local:
+        return functions.Rotary(model.local_rope_theta)
     factors = (model.rope_factor, model.rope_original_seq, model.rope_low_factor, model.rope_high_factor)
-    yarn = (model.rope_beta_fast, model.rope_beta_slow, rotary_growth(model))
+    yarn = (model.rope_beta_fast, model.rope_beta_slow, rotary_growth(model), model.rope_truncate)
     return functions.Rotary(model.rope_theta, model.rope_scaling, *factors, *yarn)
 
 
@@ -130,11 +137,11 @@ class Attention(layers.TensorModule):
         """x (batch, seq, hidden) -> query, key and value (batch, heads, seq, features)."""
         raise NotImplementedError
 
-    def close(self, name: str, make: LayerFactory, num_values: int, causal: bool) -> None:
+    def close(self, name: str, make: LayerFactory, num_values: int, causal: bool, window: int | None) -> None:
         """Add the layers behind the heads, which read `num_values` features of all values together."""
-        site, rate = f"{name}.product", make.model.attention_dropout
-        window = make.model.window if causal else None
-        self.product = AttentionProduct(rate, make.seed, site, make.dtype, causal, window)
+        site, model = f"{name}.product", make.model
+        own = model.attention_softcap, model.heads if model.sinks else 0
+        self.product = AttentionProduct(model.attention_dropout, make.seed, site, make.dtype, causal, window, *own)
         self.out = make.row(num_values)
         self.dropout = make.dropout(f"{name}.dropout")
 
@@ -156,25 +163,26 @@ class Attention(layers.TensorModule):
         else:
             assert query.size(2) == 1 or self.cache.length == 0, "after the first positions, one at a time"
             key, value = self.cache.extended(key, value)
-            mixed = functions.attend(query, key, value, query.size(2) > 1, self.product.window)
+            mixed = self.product(query, key, value) if query.size(2) > 1 else self.product.of_last(query, key, value)
         if mixed.size(-1) > self.value_dim:
             mixed = mixed[..., : self.value_dim]
         return self.dropout(self.out(mixed.transpose(1, 2).flatten(-2)))
 
 
 class SelfAttention(Attention):
-    """Attention whose queries, keys and values are each a product of x."""
+    """Attention whose queries, keys and values are each a product of x. growth: of queries, and so of scores."""
 
-    def __init__(self, name: str, make: LayerFactory, causal: bool = True):
+    def __init__(self, name: str, make: LayerFactory, causal: bool = True, window: int | None = None):
         super().__init__()
         model = make.model
         self.value_dim = sizes.head_dim(model)
-        self.rotary = rotary(model) if model.position == "rope" else None
+        self.rotary = rotary(model, window is not None) if model.position == "rope" else None
+        self.growth = (self.value_dim / (model.query_pre_attn_scalar or self.value_dim)) ** 0.5
         self.qkv = make.projections()
         outputs = sizes.projections(model)
         self.q_norm, self.k_norm = make.qk_norm(outputs["q"]), make.qk_norm(outputs["k"])
         self.norms_heads = model.qk_norm == "head"
-        self.close(name, make, model.heads * self.value_dim, causal)
+        self.close(name, make, model.heads * self.value_dim, causal, window)
 
     def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         by_head, (q, k, v) = (-1, self.value_dim), self.qkv(x)
@@ -189,6 +197,8 @@ class SelfAttention(Attention):
             positions = self.positions(query)
             query = functions.rotate(query, self.rotary, positions)
             key = functions.rotate(key, self.rotary, positions)
+        if self.growth != 1.0:
+            query = query * self.growth
         return query, key, value
 
 
@@ -213,7 +223,8 @@ class OutputHead(layers.TensorModule):
     def __init__(self, make: LayerFactory, tied: layers.TokenEmbedding | None):
         super().__init__()
         self.norm = make.norm()
-        self.head = make.head(tied)
+        self.head, self.softcap = make.head(tied), make.model.logit_softcap
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x))
+        logits = self.head(self.norm(x))
+        return logits if self.softcap is None else apply(SoftCap, logits, self.softcap)

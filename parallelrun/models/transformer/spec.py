@@ -9,6 +9,7 @@ from parallelrun.base.errors import Problem
 from parallelrun.config.schema.model_schema import ModelConfig
 from parallelrun.models.transformer import latent_spec
 from parallelrun.planner.model.model_spec import (
+    GATED,
     BlockSpec,
     Initialiser,
     LayerSpec,
@@ -16,7 +17,7 @@ from parallelrun.planner.model.model_spec import (
     ParameterSpec,
     weight_and_bias,
 )
-from parallelrun.planner.model.model_spec.attention import LatentSpec
+from parallelrun.planner.model.model_spec.attention import AttentionSpec, LatentSpec
 
 TEXT_KEYS = frozenset({
     "layers", "hidden", "ffn", "vocab", "seq", "norm", "norm_eps", "activation", "bias", "norm_bias", "tied_embeddings",
@@ -24,11 +25,12 @@ TEXT_KEYS = frozenset({
 })  # fmt: skip  # of every model of tokens
 ATTENTION_KEYS = frozenset({
     "heads", "kv_heads", "head_dim", "qk_norm", "qkv_bias", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
-    "qk_rope_head_dim", "v_head_dim", "position", "attention_dropout", "rope_scaling",
+    "qk_rope_head_dim", "v_head_dim", "position", "attention_dropout", "rope_scaling", "sinks", "attention_softcap",
+    "query_pre_attn_scalar", "scaled_embedding",
 })  # fmt: skip
 ROPE_KEYS = frozenset({
     "rope_theta", "rope_factor", "rope_original_seq", "rope_low_factor", "rope_high_factor", "rope_beta_fast",
-    "rope_beta_slow", "rope_mscale", "rope_mscale_all_dim",
+    "rope_beta_slow", "rope_mscale", "rope_mscale_all_dim", "rope_truncate",
 })  # fmt: skip
 TIED = ("head.head.weight", "embedding.tokens.weight")  # (copy, original)
 
@@ -61,7 +63,12 @@ def qkv_has_bias(model: ModelConfig) -> bool:
 
 def expansions(model: ModelConfig, ffn: int) -> dict[str, int]:
     """Outputs of an MLP's column-parallel layer, by name, for an inner width of `ffn`."""
-    return {"gate": ffn, "up": ffn} if model.activation == "swiglu" else {"up": ffn}
+    return {"gate": ffn, "up": ffn} if model.activation in GATED else {"up": ffn}
+
+
+def window_of(index: int, model: ModelConfig) -> int | None:
+    """The window of layer `index`; None: it sees all. The last of every `global_period` layers has none."""
+    return None if model.global_period and (index + 1) % model.global_period == 0 else model.window
 
 
 def check(model: ModelConfig) -> list[Problem]:
@@ -97,7 +104,7 @@ def _check_scaling(model: ModelConfig) -> list[Problem]:
         return []
     upper, lower, factor = pairs[model.rope_scaling]
     high, low = getattr(model, upper), getattr(model, lower)
-    if high > low:
+    if high > low or (high == low and model.rope_scaling == "yarn"):  # one pair, at which scaling begins and ends
         return []
     message, fix = f"model.{upper}={high:g} is not above {lower}", f"model.{upper}={factor * low:g}"
     return [Problem(message, f"model.{upper}", fix, kind="arithmetic")]
@@ -172,8 +179,11 @@ def attention_layers(name: str, model: ModelConfig, out_initialiser: Initialiser
             column_layer(f"{name}.qkv", hidden, sizes_of, biased, normal(model), heads),
             *(_qk_norm(f"{name}.{part}_norm", model, heads[part]) for part in "qk" if model.qk_norm),
         )
+    sinks = ParameterSpec(f"{name}.product.sinks", (model.heads,), normal(model), "sinks", model.heads)
+    product = LayerSpec(f"{name}.product", "sinks", values, values, (sinks,))
     return (
         *opened,
+        *((product,) if model.sinks else ()),
         linear_layer(f"{name}.out", values, hidden, model.bias, out_initialiser, "row_parallel"),
         dropout_layer(f"{name}.dropout", model),
     )
@@ -238,19 +248,17 @@ def head_layer(model: ModelConfig, vocab: int, tied: bool) -> LayerSpec:
     )
 
 
-def windowed(model: ModelConfig) -> float | None:
-    """Keys that a token of a causal model attends to on average, where a window limits them, counted as all of seq are
-    without one: twice."""
-    if model.window is None or model.window >= model.seq:
-        return None
-    return model.window * (2.0 - model.window / model.seq)
+def attention_spec(model: ModelConfig, window: int | None = None) -> AttentionSpec:
+    """What a block's attention sees and how it scores. window: of a causal model's layer."""
+    attended = None if window is None or window >= model.seq else window * (2.0 - window / model.seq)
+    return AttentionSpec(window, attended, model.attention_softcap, model.sinks)
 
 
 def transformer_flops(
     layers: Iterable[LayerSpec], model: ModelConfig, expert_products: int = 0, attended: float | None = None
 ) -> float:
     """Forward FLOPs of a block of those layers, for one sample. expert_products: weights of routers and experts that
-    one token is multiplied by. attended: see `windowed`."""
+    one token is multiplied by. attended: see `AttentionSpec`."""
     roles = ("column_parallel", "row_parallel", "linear")
     products = sum(layer.in_features * layer.out_features for layer in layers if layer.layer_role in roles)
     # Scores and their product with v, 2 s^2 h each; the causal half is counted too, as SC21 and every MFU figure does.

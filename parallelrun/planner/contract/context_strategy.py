@@ -10,6 +10,7 @@ from parallelrun.config.schema.run_schema import Config, ContextConfig
 from parallelrun.planner.contract.axis_strategy import AxisStrategy
 from parallelrun.planner.contract.context_order import CONTIGUOUS, Spans
 from parallelrun.planner.model.model_spec import BlockSpec
+from parallelrun.planner.model.model_spec.attention import AttentionSpec
 
 if TYPE_CHECKING:
     from parallelrun.planner.contract.data_strategy import FlattenedDims, MeshDims
@@ -56,13 +57,13 @@ class ContextStrategy(AxisStrategy):
         """Return the seconds of communication that the attention beside it, of so many seconds, does not hide."""
 
     @abstractmethod
-    def passing_bytes(self, plan: Plan) -> int:
-        """Return what the backward pass of attention holds beyond attention without cp: blocks of other ranks' keys
-        and values, their gradients, and what arrives."""
+    def passing_bytes(self, plan: Plan, attention: AttentionSpec) -> int:
+        """Return what the backward pass of a block's attention holds beyond what it saves and gives: blocks of
+        other ranks' keys and values, their gradients, and what arrives."""
 
     @abstractmethod
-    def imbalance(self, plan: Plan) -> float:
-        """Return the work of attention on the slowest rank over the mean."""
+    def imbalance(self, plan: Plan, window: int | None) -> float:
+        """Return the work of attention on the slowest rank over the mean. window: see `AttentionSpec`."""
 
     def orders(self, plan: Plan) -> list[str]:
         """Return the orders that this plan could have; empty where they make no difference."""

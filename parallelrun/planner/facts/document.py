@@ -193,9 +193,9 @@ def context(plan: Plan, packing: Packing | None = None) -> dict[str, Any] | None
     if plan.context is None:
         return None
     own, plan = plan.context, with_packing(plan, packing)
-    imbalances = {own.order: own.imbalance(plan)}
+    imbalances = {own.order: own.imbalance(plan, plan.spec.window)}
     for order in own.orders(plan):
-        imbalances[order] = replace(own, order=order).imbalance(plan)
+        imbalances[order] = replace(own, order=order).imbalance(plan, plan.spec.window)
     return {"kind": own.kind, **asdict(own), "positions": plan.seq, "imbalance": imbalances}
 
 

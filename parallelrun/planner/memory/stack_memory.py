@@ -6,7 +6,7 @@ from math import prod
 
 from parallelrun.base.precision import BYTES
 from parallelrun.planner.contract.plan import Plan
-from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec, ParameterSpec
+from parallelrun.planner.model.model_spec import GATED, BlockSpec, LayerSpec, ParameterSpec
 
 SCORE_BYTES = 5  # softmax, dropout's mask and its result of each score (Korthikanti et al. 2022, 4.1), in 16 bits
 
@@ -25,7 +25,7 @@ def of_stack(block: BlockSpec, kept: int, again: int, plan: Plan) -> tuple[int, 
     stack, spec, tp = plan.stack, plan.spec, plan.mesh.size("tp")
     compute = BYTES[plan.precision.compute]
     scores = 0 if stack.fused_attention else SCORE_BYTES * plan.num_rows * spec.heads * spec.seq // tp
-    gate = plan.num_rows * spec.ffn // tp * compute if stack.separate_gate and spec.activation == "swiglu" else 0
+    gate = plan.num_rows * spec.ffn // tp * compute if stack.separate_gate and spec.activation in GATED else 0
     if plan.runs_again and block.is_recomputed:
         split = stack.partitioned_activations and not plan.tensor.sequence_parallel
         return kept // tp if split else kept, again + scores + gate - _in_fp8(block, plan)

@@ -52,16 +52,20 @@ def with_packing(plan: Plan, packing: Packing | None) -> Plan:
     """The plan with the FLOPs of these documents in place of whole samples; its stages stay."""
     if packing is None:
         return plan
-    before = plan.spec.attended or plan.spec.seq
-    attended = min(before, packing.squares / plan.spec.seq)
-    # as `transformer_flops` counts them: scores and their product with v
-    saved = 2.0 * plan.spec.seq * (before - attended) * plan.spec.attention_features
+    squares = packing.squares
 
     def shorter(block: BlockSpec) -> BlockSpec:
-        return replace(block, forward_flops=block.forward_flops - saved) if block.kind == "transformer" else block
+        if block.kind != "transformer":
+            return block
+        before = block.attention.attended or plan.spec.seq
+        attended = min(before, squares / plan.spec.seq)
+        # as `transformer_flops` counts them: scores and their product with v
+        saved = 2.0 * plan.spec.seq * (before - attended) * plan.spec.attention_features
+        attention = replace(block.attention, attended=attended)
+        return replace(block, forward_flops=block.forward_flops - saved, attention=attention)
 
     blocks = tuple(map(shorter, plan.spec.blocks))
-    return replace(plan, spec=replace(plan.spec, attended=attended, documents=packing.examples, blocks=blocks))
+    return replace(plan, spec=replace(plan.spec, documents=packing.examples, blocks=blocks))
 
 
 def packing_document(spec: ModelSpec, packing: Packing | None) -> dict[str, Any] | None:

@@ -179,6 +179,8 @@ def _ignored_elsewhere(config: Config, pp: int) -> dict[str, str]:
         elif config.model.lora.rank is None:
             ignored |= {f"model.lora.{key}": "model.lora.rank=8" for key in ("alpha", "targets", "base_dtype")}
         ignored |= {"dropout": ""} if "dropout" not in own and config.dropout else {}
+    if config.model.window is None:
+        ignored |= dict.fromkeys(("model.global_period", "model.local_rope_theta"), "model.window=1024")
     if has("datasets", config.dataset.name):
         dataset = definitions.dataset(config)
         if not dataset.reads_path:

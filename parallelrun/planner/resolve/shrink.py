@@ -75,6 +75,7 @@ def features(plan: Plan) -> dict[str, object]:
     lengths = {sum(spec.block(name).is_recomputed for name in stage.blocks) for stage in plan.stages}
     moe = [block for block in spec.blocks if any(layer.layer_role == "expert" for layer in block.layers)]
     router = spec.router
+    windows = {block.attention.window for block in spec.blocks if block.attention.window is not None}
     return {
         **{f"axis {name}": name in axes for name in axes},
         "data replicas that hold the same experts": plan.num_data_ranks > num_data_ranks(plan),
@@ -88,7 +89,9 @@ def features(plan: Plan) -> dict[str, object]:
         "fewer key and value heads than query heads": spec.kv_heads < spec.heads,
         "key and value heads on several ranks": plan.tensor.kv_copies > 1,
         "heads of another width than hidden / heads": bool(spec.head_dim) and spec.qk_features != spec.hidden,
-        "a window of keys": spec.window is not None and spec.window < spec.seq,
+        "a window of keys": any(window < spec.seq for window in windows),
+        "layers with and without a window": len(windows) > 1 or (bool(windows) and spec.window is None),
+        "sinks": any(block.attention.sinks for block in spec.blocks),
         "latent attention, of queries too": (spec.latent is not None, bool(spec.latent and spec.latent.q_rank)),
         "a vocabulary that does not divide": spec.vocab % mesh.size("tp") > 0,
         "context": (plan.context.kind, plan.context.order) if plan.context else None,
@@ -200,6 +203,7 @@ def _model(model: ModelConfig, plan: Plan, degrees: tuple[int, int, int], num_la
         layers=num_layers, hidden=hidden, heads=heads, kv_heads=kv_heads, vocab=vocab, mask_token=None,
         head_dim=_HEAD_SIZE + 2 if model.head_dim is not None and spec.qk_features != spec.hidden else None,
         window=_WINDOW if model.window is not None and model.window < model.seq else None,
+        global_period=model.global_period and 2,
         **_latent_sizes(model, hidden),
         seq=4 * max(2, tp) * cp, ffn=None if model.ffn is None else 2 * hidden, experts=experts,
         expert_ffn=None if model.expert_ffn is None else hidden, dense_layers=min(1, model.dense_layers),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from parallelrun.base.precision import BYTES
+from parallelrun.models.blockwise.memory import own_bytes
 from parallelrun.planner.contract.parameters import element_bytes
 from parallelrun.planner.contract.plan import Plan, once
 from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec, ModelSpec, ParameterSpec
@@ -43,7 +44,7 @@ def recomputed(block: BlockSpec, plan: Plan) -> bool:
 
 def recomputes_norms(block: BlockSpec, plan: Plan) -> bool:
     """Whether products read results of norms that are computed again."""
-    return recomputed(block, plan) and plan.spec.norm_position == "pre"
+    return recomputed(block, plan) and plan.spec.norm_position != "post"
 
 
 def norm_bytes(num_rows: int, layer: LayerSpec, plan: Plan) -> int:
@@ -75,7 +76,7 @@ def follows_attention(layer: LayerSpec, block: BlockSpec) -> bool:
     return bool(before) and attends(before[-1])
 
 
-def attention_bytes(num_rows: int, heads: int, outputs: int, plan: Plan) -> int:
+def attention_bytes(num_rows: int, heads: int, outputs: int, block: BlockSpec, plan: Plan) -> int:
     """q, k, v and one statistic per row and head; written out, with dropout: probabilities, mask, product.
 
     num_rows: positions; heads: of queries; outputs: features of q, k and v together; all of this rank.
@@ -89,22 +90,22 @@ def attention_bytes(num_rows: int, heads: int, outputs: int, plan: Plan) -> int:
         else 4 * num_positions * ((spec.latent.rope if spec.latent else width) // 2) * compute
     )
     own = heads * width  # features of q, and of what attention gives
-    if not spec.attention_dropout:
+    attention, window = block.attention, block.attention.window or spec.seq
+    if not spec.attention_dropout or attention.own_scores:
         # torch's kernel for grouped heads on CPU lays its result out head by head: the row layer reads a copy.
         # Latent attention cuts zeros off its result, which is a copy too.
-        by_head = plan.device == "cpu" and outputs != 3 * own and not spec.packed
-        limited = spec.window is not None and spec.window < spec.seq and not plan.context
+        by_head = plan.device == "cpu" and outputs != 3 * own and not spec.packed and not attention.own_scores
+        limited = window < spec.seq and not (plan.context or attention.own_scores)
         copied = own if (by_head or spec.latent) and not limited else 0
-        joined = num_rows * own * compute + _mask_numel(spec) * compute if limited else 0
+        joined = num_rows * own * compute + _mask_numel(window, spec) * compute if limited else 0
         return num_rows * ((outputs + copied) * compute + heads * accurate) + angles + joined
     probabilities = num_rows * heads * spec.seq
     saved = probabilities * (accurate + MASK + compute) + spec.seq**2 * MASK
     return num_rows * 3 * own * compute + saved + angles  # k and v are repeated for every query head
 
 
-def _mask_numel(spec: ModelSpec) -> int:
+def _mask_numel(window: int, spec: ModelSpec) -> int:
     """Elements of the masks of parts of the queries that attend in a window, as `functions.attend` cuts them."""
-    window = spec.window or spec.seq
     size = min(spec.seq, max(window, WINDOW_PART))
     parts, rest = divmod(spec.seq, size)
     return size**2 + (parts > 1) * size * (size + window - 1) + rest * (rest + window - 1) * (rest > 0)
@@ -120,3 +121,17 @@ def activation_bytes(num_rows: int, outputs: int, plan: Plan) -> int:
     if plan.spec.activation == "relu":
         return 0  # it keeps what it gives, which the layer behind it keeps too
     return num_rows * outputs * BYTES[plan.precision.compute]
+
+
+def activation_scratch(num_bytes: int, plan: Plan) -> int:
+    """Return the bytes of what the backward of an activation that gives so many computes besides."""
+    return {"geglu": 2, "swiglu_clamped": 5}.get(plan.spec.activation, 0) * num_bytes
+
+
+def scratch_behind(layer: LayerSpec, block: BlockSpec, mixed: int, plan: Plan) -> int:
+    """Return the bytes of what the backward of a column layer's attention or activation computes besides. mixed: of the
+    gradient of its result."""
+    if not attends(layer):
+        return activation_scratch(mixed, plan)
+    passing = plan.context.passing_bytes(plan, block.attention) if plan.context else 0
+    return own_bytes(plan, block.attention) + passing

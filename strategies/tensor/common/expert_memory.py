@@ -22,7 +22,7 @@ from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.tensor_strategy import LayerBackward
 from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec
 
-from .activation_memory import INDEX, MASK, activates_again, local_numel, recomputes_norms
+from .activation_memory import INDEX, MASK, activates_again, activation_scratch, local_numel, recomputes_norms
 from .traffic import overlaps
 
 OFFSET = 4  # bytes of where an expert's rows end, which every grouped product keeps
@@ -90,20 +90,23 @@ def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> t
     inside = count * rows.expert_width(layer, plan) * compute
     between = count * rows.row_bytes(layer, block, plan) - 2 * rows_bytes  # of the activation's input and result
     result = 0 if activates_again(block, plan) else inside
-    *opening, closing = (local_numel(parameter, plan) // plan.mesh.size("ep") for parameter in layer.parameters)
+    ep = plan.mesh.size("ep")
+    *opening, closing = (local_numel(weight, plan) // ep for weight in layer.parameters if len(weight.shape) == 3)
+    biases = [local_numel(bias, plan) // ep for bias in layer.parameters if len(bias.shape) == 2]
+    expanded = len(biases) * count * INDEX  # which expert's bias is added to each row
     stored = element_bytes(layer.parameters[0], plan)
     rounded = compute if compute != stored else 0  # a gradient beside the same in the stored dtype
     opened, again = len(opening) * inside, 0 if result else inside
     return (
         LayerBackward(
-            indices + rows_bytes + _weights(layer, plan),
+            indices + rows_bytes + _weights(layer, plan) + expanded,
             waiting + opened,
             len(opening) * rows_bytes,
             max(opening) * rounded,
-            sum(opening) * stored,
+            (sum(opening) + sum(biases)) * stored,
             opened,
         ),
-        LayerBackward(between - result, waiting + inside, opened),
+        LayerBackward(between - result, waiting + inside, opened, activation_scratch(inside, plan)),
         LayerBackward(result, waiting + rows_bytes, inside + again, closing * rounded, closing * stored, rows_bytes),
         LayerBackward(rows_bytes + own * compute, waiting, rows_bytes, rows_bytes),
     )
@@ -112,5 +115,6 @@ def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> t
 def _weights(layer: LayerSpec, plan: Plan) -> int:
     """Return the bytes that products keep beside their weights: the end of each expert's rows (fp64 has no grouped
     product, and keeps none)."""
-    ends = len(layer.parameters) * plan.spec.experts // plan.mesh.size("ep") * OFFSET
+    products = sum(len(weight.shape) == 3 for weight in layer.parameters)
+    ends = products * plan.spec.experts // plan.mesh.size("ep") * OFFSET
     return ends if plan.precision.compute != "float64" else 0

@@ -24,7 +24,8 @@ def loss_backward(product: Product | None, plan: Plan) -> LayerBackward:
     compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
     if product is None or plan.mesh.size(AXIS) == 1:
         logits = targets * vocab * accurate
-        return LayerBackward(logits + targets * INDEX, logits, logits)
+        capped = compute * bool(plan.spec.logit_softcap)  # of a logit, kept by its cap
+        return LayerBackward(logits + targets * (INDEX + vocab * capped), logits, logits)
     rows, columns = product.y.local(targets, vocab, plan.mesh.sizes)
     saved = rows * (columns * compute + accurate) + targets * INDEX
     return LayerBackward(saved, 0, rows * columns * (2 * accurate + (compute if compute != accurate else 0)))

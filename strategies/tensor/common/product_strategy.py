@@ -30,7 +30,7 @@ from parallelrun.base.precision import BYTES
 from parallelrun.planner.contract.parameters import block_dtypes, element_bytes
 from parallelrun.planner.contract.plan import Plan, once
 from parallelrun.planner.contract.tensor_strategy import LayerBackward
-from parallelrun.planner.model.model_spec import MEASURED, BlockSpec, LayerSpec
+from parallelrun.planner.model.model_spec import GATED, MEASURED, BlockSpec, LayerSpec
 from parallelrun.planner.model.product import ActivationLayout, Product, degree, num_panels, transfers
 
 from . import expert_memory, latent_memory, loss_memory, module_memory, step_memory
@@ -48,6 +48,7 @@ from .activation_memory import (
     norm_bytes,
     recomputes_norms,
     rounded_bytes,
+    scratch_behind,
 )
 from .traffic import AXIS, ProductTraffic, overlaps
 
@@ -169,7 +170,7 @@ class ProductStrategy(ProductTraffic):
         behind = self._behind(layer, block, product, plan)
         if of_product is not None:
             waiting -= self._beside(layer, block, plan)
-        passing = plan.context.passing_bytes(plan) if plan.context and attends(layer) else 0
+        passing = scratch_behind(layer, block, mixed, plan)
         return replace(first, kept=saved - behind), LayerBackward(behind, waiting + mixed, of_product or reads, passing)
 
     def _beside(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
@@ -240,7 +241,7 @@ class ProductStrategy(ProductTraffic):
                 saves_input = False
             elif follows_attention(layer, block):
                 copied = plan.spec.kv_heads != plan.spec.heads or plan.spec.latent is not None
-                saves_input = not plan.spec.attention_dropout and not copied
+                saves_input = (not plan.spec.attention_dropout and not copied) or block.attention.own_scores
             else:
                 saves_input = plan.spec.activation == "relu"
             own = gathered["x"] * compute + (own if saves_input else 0)
@@ -258,10 +259,10 @@ class ProductStrategy(ProductTraffic):
             return 0
         if not attends(layer):
             return activation_bytes(rows, outputs, plan)
-        if of_product:
-            outputs = 3 * plan.spec.qk_features // degree(product.y.features, plan.mesh.sizes)
-        own = attention_bytes(rows, plan.spec.heads // degree(product.y.features, plan.mesh.sizes), outputs, plan)
-        return own + self.shared_bytes(layer, product, plan)
+        parts = degree(product.y.features, plan.mesh.sizes)
+        outputs = 3 * plan.spec.qk_features // parts if of_product else outputs
+        shared = 0 if block.attention.own_scores else self.shared_bytes(layer, product, plan)
+        return attention_bytes(rows, plan.spec.heads // parts, outputs, block, plan) + shared
 
 
 def _bytes(layout: ActivationLayout, features: int, plan: Plan) -> int:
@@ -274,8 +275,7 @@ def _read_behind(layer: LayerSpec, product: Product, outputs: int, plan: Plan) -
     if attends(layer):
         heads = product.y.local(plan.num_rows, plan.spec.qk_features, plan.mesh.sizes)
         return prod(heads) * BYTES[plan.precision.compute]
-    gated = plan.spec.activation == "swiglu" and len(layer.parameters) > 1
-    return outputs // 2 if gated else outputs
+    return outputs // 2 if plan.spec.activation in GATED and len(layer.parameters) > 1 else outputs
 
 
 def _adds_to_head(layer: LayerSpec, plan: Plan) -> bool:

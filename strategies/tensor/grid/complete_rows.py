@@ -77,6 +77,8 @@ class CompleteRows(ProductStrategy):
         if plan.ep_spans_tp:
             return Layout.replicated(num_dims)
         split = inside_dim(parameter)
+        if split < 0:
+            return Layout(((),) * num_dims, (*boundary.rows, *boundary.features))
         return Layout(tuple(boundary.features if dim == split else () for dim in range(num_dims)), boundary.rows)
 
     def _layer_backward(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:

@@ -56,7 +56,8 @@ def _roles(request: Request) -> list[Problem]:
     for layer in layers:
         role = layer.layer_role
         of_channels = role == SAMPLE_SET_ROLE and layer.name in spec.pair_of
-        if role in ("per_head", "adapter") or layer.spans_heads or of_channels:  # of what is here, or a column's input
+        # of what is here, or of a column's input
+        if role in ("per_head", "sinks", "adapter") or layer.spans_heads or of_channels:
             continue
         if column and layer.parameters and role not in ("row_parallel", "column_parallel"):  # q, k, v are side by side
             opener = column.name

@@ -116,7 +116,10 @@ class Megatron1D(ProductStrategy):
         if parameter.layer_role == "expert" and not has_own_router(plan.spec):
             if plan.ep_spans_tp:
                 return replicated
-            return Layout(tuple(axes if dim == inside_dim(parameter) else () for dim in range(len(parameter.shape))))
+            split = inside_dim(parameter)
+            if split < 0:
+                return Layout(replicated.dims, (AXIS,) if plan.mesh.size(AXIS) > 1 else ())
+            return Layout(tuple(axes if dim == split else () for dim in range(len(parameter.shape))))
         if parameter.layer_role in ("router", "per_head"):
             is_partial = plan.mesh.size(AXIS) > 1 and not parameter.frozen
         else:

@@ -34,6 +34,7 @@ OF_ANY = {
     "router",
     "experts",
     "dense_layers",
+    "expert_bias",
     "expert_ffn",
     "expert_period",
     "shared_experts",
@@ -74,6 +75,7 @@ def test_the_own_keys_of_a_model_are_those_that_it_reads(name, monkeypatch):
         (BOTTLENECK, "model.layers"),
         (MODULE, "dropout"),
         (BERT, "model.norm_momentum"),
+        ({"model.global_period": 2}, "model.global_period"),
     ],
 )
 def test_a_key_that_the_model_does_not_read_is_refused(overrides, key):

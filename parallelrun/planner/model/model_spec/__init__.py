@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from parallelrun.planner.model.model_spec.attention import LatentSpec
+from parallelrun.planner.model.model_spec.attention import AttentionSpec, LatentSpec
 from parallelrun.planner.model.model_spec.backward import BlockBackward
 from parallelrun.planner.model.model_spec.layers import LayerSpec, Pair, pairs_in
 from parallelrun.planner.model.model_spec.parameters import Initialiser, ParameterSpec, weight_and_bias
 from parallelrun.planner.model.model_spec.router import RouterSpec
 from parallelrun.planner.model.model_spec.text import LABELLED, TextSamples
 
+GATED = ("swiglu", "geglu", "swiglu_clamped")  # activations of two inputs, gate and up
+PLAIN = AttentionSpec()
 MEASURED = "block"  # kind of the blocks of a user's module, whose FLOPs and saved elements are measured
 SAMPLE_SET_ROLE = "batch_norm"  # role of the layers that take statistics over a set of samples
 
@@ -34,7 +36,8 @@ class BlockSpec:
     describes it. saves_after_sum: of a user's module, whether backward needs a tensor that forward computes after its
     last row-parallel layer or embedding; None: its layers tell. follows: it is on the stage of the block before it.
     num_outputs: of a user's module, the length of the tuple that it returns, of which the first item is x; 0: a tensor.
-    output_shape: of x behind a user's module for one sample, unless that is (1, *boundary_shape).
+    output_shape: of x behind a user's module for one sample, unless that is (1, *boundary_shape). attention: of a
+    transformer block.
     """
 
     name: str
@@ -52,6 +55,7 @@ class BlockSpec:
     follows: bool = False
     num_outputs: int = 0
     output_shape: tuple[int, ...] | None = None
+    attention: AttentionSpec = PLAIN
 
     @cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:
@@ -94,10 +98,9 @@ class ModelSpec:
     targets_per_sample: loss terms of a sample (seq for gpt, 1 for a classifier). tied: (copy, original) names of
     parameters that are one logical tensor; `parameters` lists only the original. mask_token: for masked
     language models, the id of [MASK], which does not occur in the data. packed: samples consist of documents, each
-    attending to itself, and padding. window: the keys that a token sees; None: all before it. hides_targets: the
-    dataset has a loss on a part of the tokens. norm_position: post, if norms are of what branches add to x, so that no
-    product reads them. attended: the tokens of its document, or window, that a token has on
-    average, where they are known; None: seq. documents: the lengths of the documents of some samples, where they are
+    attending to itself, and padding. hides_targets: the dataset has a loss on a part of the tokens. norm_position:
+    post, if norms are of what branches add to x, so that no product reads them. logit_softcap: of the output layer.
+    documents: the lengths of the documents of some samples, where they are
     known. own_loss: the user's function computes the loss, and the count by which it is divided.
     """
 
@@ -124,10 +127,9 @@ class ModelSpec:
     experts: int = 0
     router: RouterSpec | None = None  # None: no layer has experts
     latent: LatentSpec | None = None  # None: queries, keys and values are products of x, alike in width
-    window: int | None = None
+    logit_softcap: float | None = None
     packed: bool = False
     hides_targets: bool = False
-    attended: float | None = None
     documents: tuple[tuple[int, ...], ...] = ()
     text: TextSamples | None = None  # None: a model of tokens predicts the next one, or masked ones
     own_loss: bool = False
@@ -180,6 +182,12 @@ class ModelSpec:
     def forward_flops(self) -> float:
         """For one sample."""
         return sum(block.forward_flops for block in self.blocks)
+
+    @cached_property
+    def window(self) -> int | None:
+        """The keys that a token sees in the layers where it sees most; None: all before it."""
+        windows = [block.attention.window for block in self.blocks if block.kind == "transformer"]
+        return None if None in windows else max(filter(None, windows), default=None)
 
     @property
     def qk_features(self) -> int:
@@ -264,7 +272,8 @@ class ModelSpec:
             if block.kind == "transformer":
                 start = next(i for i, x in enumerate(block.layers) if x.layer_role == "linear")
                 stop = next(i for i, x in enumerate(block.layers) if x.layer_role == "row_parallel")
-                named |= {layer.name: block.layers[start:stop] for layer in block.layers[start:stop]}
+                layers = tuple(layer for layer in block.layers[start:stop] if layer.layer_role != "sinks")
+                named |= {layer.name: layers for layer in layers}
         return named
 
     def layers(self) -> Iterator[LayerSpec]:
@@ -279,7 +288,7 @@ def _block_key(block: BlockSpec, tied: set[str]) -> object:
     name = block.name if is_tied else ""
     flops = block.forward_flops, block.convolution_flops, block.attention_flops
     saved = block.saved_elements, block.replicated_elements, block.saves_after_sum
-    return block.kind, name, flops, saved, block.input_shape, layers
+    return block.kind, name, flops, saved, block.input_shape, block.attention, layers
 
 
 def _key(layer: LayerSpec) -> object:

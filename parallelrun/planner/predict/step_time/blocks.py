@@ -13,6 +13,7 @@ from parallelrun.planner.contract.plan import Collective, Plan
 from parallelrun.planner.contract.tensor_strategy import BACKWARD, FORWARD, RECOMPUTATION
 from parallelrun.planner.memory.stack_memory import products_of
 from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec
+from parallelrun.planner.model.model_spec.attention import ROWS
 from parallelrun.planner.model.product import Product
 from parallelrun.planner.pieces import sample_sets
 from parallelrun.planner.pieces.hosts import stays_in_node
@@ -209,9 +210,11 @@ def _shapes(block: BlockSpec, plan: Plan) -> Iterator[Shape]:
 def _add_attention(forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, rates: Rates) -> None:
     """Attention, an equal share for each tp rank, of the cp ranks the slowest's."""
     tp, width, spec = plan.mesh.size("tp"), BYTES[plan.precision.compute], plan.spec
-    attended = spec.attended or spec.seq
+    attention = block.attention
+    attended = attention.attended or spec.seq
     head_size = spec.qk_features // max(1, spec.heads)
-    if plan.stack.fused_attention and not (rates.synchronous and host.keeps_scores(spec)):
+    explicit = attention.softcap is not None or (attention.sinks and attention.window is not None)
+    if plan.stack.fused_attention and not explicit and not (rates.synchronous and host.keeps_scores(spec)):
         causal = spec.is_causal  # which halves the work
         computed = 4.0 * plan.num_rows * attended * spec.qk_features / (2 if causal else 1)  # zeros behind values too
         most = max(1.0, rates.product_efficiency / rates.attention_efficiency)  # its products are no faster than others
@@ -220,13 +223,14 @@ def _add_attention(forward: Parts, backward: Parts, block: BlockSpec, plan: Plan
         backward[ATTENTION] = BACKWARD_OF_ATTENTION * forward[ATTENTION]
     else:
         heads = max(1, plan.batch.micro_batch * spec.heads // tp)
-        moved = [streaming_s(each * width / 2 * heads * plan.seq * spec.seq, 2, rates) for each in SCORE_BYTES]
-        multiplied = product_s(plan.seq, head_size, spec.seq, width, rates, heads)
-        multiplied += product_s(plan.seq, spec.seq, head_size, width, rates, heads)
+        keys = min(spec.seq, attention.window + ROWS) if explicit and attention.window else spec.seq
+        moved = [streaming_s(each * width / 2 * heads * plan.seq * keys, 2, rates) for each in SCORE_BYTES]
+        multiplied = product_s(plan.seq, head_size, keys, width, rates, heads)
+        multiplied += product_s(plan.seq, keys, head_size, width, rates, heads)
         forward[ATTENTION] = multiplied + moved[0]
         backward[ATTENTION] = 2 * multiplied + moved[1]
     if plan.context:
-        slowest = plan.context.imbalance(plan)
+        slowest = plan.context.imbalance(plan, attention.window)
         forward[ATTENTION], backward[ATTENTION] = slowest * forward[ATTENTION], slowest * backward[ATTENTION]
 
 

@@ -10,7 +10,7 @@ from math import prod
 
 from parallelrun.base.precision import BYTES
 from parallelrun.planner.contract.plan import Plan
-from parallelrun.planner.model.model_spec import BlockSpec
+from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec, ModelSpec
 from parallelrun.planner.predict.step_time.kernels import streaming_s
 from parallelrun.planner.predict.step_time.rates import Rates
 
@@ -21,7 +21,9 @@ SUMS: Both = (12, 24)
 # Rotation of queries and keys, per element of both together: by a kernel each way, or as torch computes a formula.
 ROTATION, ROTATION_BY_FORMULA = (4, 4), (19, 32)
 JOINING: Both = (3.5, 6.7)  # per element of the query, the key and the value with zeros of latent attention
-ACTIVATION: dict[str, Both] = {"gelu": (4, 6), "relu": (4, 6), "swiglu": (10, 24)}  # per element that it gives
+ACTIVATION: dict[str, Both] = {"gelu": (4, 6), "relu": (4, 6), "swiglu": (10, 24),
+                               "geglu": (10, 24), "swiglu_clamped": (32, 60)}  # fmt: skip  # per element that it gives
+SINKS: Both = (8, 12)  # per element of attention's result
 FUSED_SWIGLU: Both = (6, 10)
 BIAS = 2  # per output of a layer with a bias, in backward: it is read to be summed
 KERNELS = 8
@@ -60,12 +62,15 @@ def _of_transformer(block: BlockSpec, residual: float, plan: Plan, rates: Rates)
         plan.num_rows * layer.out_features / tp
         for layer in block.layers
         if any(len(parameter.shape) == 1 for parameter in layer.parameters)
-        and layer.layer_role not in ("norm", "per_head")
+        and layer.layer_role not in ("norm", "per_head", "sinks")
     )
+    norms = sum(_is_of_x(x, spec) for x in block.layers) or 2
+    scaled = block.attention.sinks * plan.num_rows * spec.qk_features / tp
     moved_forward, moved_backward = (
         width
         * (
-            (SUMS[i] + 2 * norm[i]) * residual
+            (SUMS[i] + norms * norm[i]) * residual
+            + SINKS[i] * scaled
             + rotation[i] * rotated
             + JOINING[i] * joined
             + norm[i] * (_latent_elements(plan) + _head_elements(block, plan))
@@ -77,6 +82,10 @@ def _of_transformer(block: BlockSpec, residual: float, plan: Plan, rates: Rates)
         streaming_s(moved_forward, KERNELS, rates),
         streaming_s(moved_backward + width * BIAS * biased, 2 * KERNELS, rates),
     )
+
+
+def _is_of_x(layer: LayerSpec, spec: ModelSpec) -> bool:
+    return layer.layer_role == "norm" and layer.in_features == spec.hidden and not layer.spans_heads
 
 
 def _turned_elements(plan: Plan) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from parallelrun.checkpoint.exchange.export import export
 from parallelrun.checkpoint.exchange.source import open_source
 from parallelrun.config import presets
 from parallelrun.config.from_hf import filled
-from parallelrun.config.schema.model_schema import ModelConfig
+from parallelrun.config.schema.model_schema import ModelConfig, RouterConfig
 from parallelrun.models.gpt.dense_families import Llama, Mistral
 from parallelrun.models.gpt.qwen_families import Qwen3, Qwen3Moe
 from parallelrun.models.transformer.modules import rotary
@@ -51,6 +51,31 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {  # by name: the class and its co
     "qwen2, yarn, one mscale": ("Qwen2", {**LONG, "rope_parameters": {**YARN, "mscale": 0.5}}),
     "qwen3": ("Qwen3", WIDE),
     "qwen3_moe": ("Qwen3Moe", {**WIDE, **EXPERTS, "norm_topk_prob": True}),
+    "gemma2": ("Gemma2", {**WIDE, "sliding_window": 3, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3, frequencies of Gemma 3": (
+        "Gemma3",
+        {
+            **WIDE,
+            "num_hidden_layers": 3,
+            "sliding_window": 3,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+            },
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **WIDE,
+            "sliding_window": 3,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {**YARN, "truncate": False, "original_max_position_embeddings": 32},
+        },
+    ),
     "qwen3_moe, not normalised, dense layers": ("Qwen3Moe", {**WIDE, **EXPERTS, "decoder_sparse_step": 2}),
 }
 
@@ -59,7 +84,9 @@ def made(case: str, folder: Path) -> Any:
     """A model of transformers with random weights, norms and biases included, which is saved in `folder`."""
     transformers, (kind, values) = import_module("transformers"), MADE[case]
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**values)).eval()
+    configs = (f"{kind}Config", f"{kind}TextConfig")  # the latter of a model of images, too
+    make = next(filter(None, (getattr(transformers, name, None) for name in reversed(configs))))
+    model = getattr(transformers, f"{kind}ForCausalLM")(make(**values)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.3)
@@ -141,6 +168,55 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # the config.json of the model on Hugg
         "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
         "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 32000,
     },
+    "qwen3_235b_a22b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12288,
+        "max_position_embeddings": 40960, "max_window_layers": 94, "mlp_only_layers": [], "model_type": "qwen3_moe",
+        "moe_intermediate_size": 1536, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 94, "num_key_value_heads": 4, "output_router_logits": False,
+        "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+        "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "gpt_oss_120b": {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+        "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 18, "max_position_embeddings": 131072,
+        "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 36,
+        "num_key_value_heads": 8, "num_local_experts": 128, "output_router_logits": False, "pad_token_id": 199999,
+        "quantization_config": {"quant_method": "mxfp4"}, "rms_norm_eps": 1e-5, "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        }, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "tie_word_embeddings": False, "vocab_size": 201088,
+    },
+    "gemma3_27b": {
+        "head_dim": 128, "hidden_size": 5376, "intermediate_size": 21504, "model_type": "gemma3_text",
+        "num_attention_heads": 32, "num_hidden_layers": 62, "num_key_value_heads": 16, "query_pre_attn_scalar": 168,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    },
+    "gemma2_27b": {
+        "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": 50.0,
+        "cache_implementation": "hybrid", "final_logit_softcapping": 30.0, "head_dim": 128,
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 4608,
+        "intermediate_size": 36864, "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 32,
+        "num_hidden_layers": 46, "num_key_value_heads": 16, "query_pre_attn_scalar": 144, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000,
+    },
+    "kimi_k2": {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "aux_loss_alpha": 0.001, "ep_size": 1,
+        "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432,
+        "kv_lora_rank": 512, "max_position_embeddings": 131072, "model_type": "kimi_k2", "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 384, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 64,
+        "num_nextn_predict_layers": 0, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-6, "rope_scaling": {
+            "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        }, "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "seq_aux": True,
+        "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 128,
+        "vocab_size": 163840,
+    },
 }  # fmt: skip
 
 
@@ -149,6 +225,8 @@ def test_presets_are_the_published_models(preset: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[preset]))
     from_file = filled(ModelConfig(from_hf=str(tmp_path)))
     values = presets.values("model", preset) | {"preset": from_file.preset, "description": ""}
+    if "router" in values:
+        values |= {"router": RouterConfig(**values["router"]), "own_router": True}
     wanted = replace(ModelConfig(), **values, from_hf=from_file.from_hf)
     assert replace(from_file, head_dim=from_file.head_dim or values.get("head_dim")) == wanted
 
@@ -159,6 +237,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **SIZES},
     "qwen3": {"model_type": "qwen3", **WIDE},
     "qwen3_moe": {"model_type": "qwen3_moe", **WIDE, **EXPERTS},
+    "gemma3_text": {"model_type": "gemma3_text", **WIDE},
+    "gpt_oss": {"model_type": "gpt_oss", **WIDE},
 }
 
 
@@ -173,7 +253,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         ("olmo2", {"attention_bias": True}, "attention_bias is True, and only False"),
         ("qwen3", {"attention_bias": True}, "attention_bias is True, and only False"),
         ("qwen3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling is {'rope_type': 'dynamic'"),
-        ("qwen3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate is False, and only True"),
+        ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention"]}, "every n-th layer of full_attention"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0, and only 7.0"),
         ("qwen3", {"rope_scaling": {**YARN, "attention_factor": 0.5}}, "attention_factor is 0.5, and only one above 1"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers is [1]"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size is 8, a field that"),

@@ -75,11 +75,13 @@ def test_what_was_exported_comes_back_bit_by_bit(case, tmp_path):
     source = make(case)
     export(source, tmp_path / "out", "hf", None, SHARD_BYTES)
     back = open_source(tmp_path / "out", "directory")
+    rounding = 2e-7 if case.startswith("Gemma") else 0.0  # of norms, whose weights are stored less 1
     for name, one in source.spec.parameters.items():
-        assert torch.equal(back.weights.whole(name, one.shape), source.weights.whole(name, one.shape)), name
+        pair = back.weights.whole(name, one.shape), source.weights.whole(name, one.shape)
+        torch.testing.assert_close(*pair, rtol=0.0, atol=rounding * ("norm" in name), msg=name)
     ours, theirs = (network_of(one.config, one.spec, one.weights) for one in (source, back))
     with torch.no_grad():
-        assert torch.equal(ours(tokens()), theirs(tokens()))
+        torch.testing.assert_close(ours(tokens()), theirs(tokens()), rtol=0.0, atol=100 * rounding)
 
 
 def with_token_types(folder: Path) -> None:

@@ -150,6 +150,16 @@ def test_weights_in_fp8_are_refused_and_a_layer_that_predicts_more_tokens_is_lef
     assert f"{name} is stored as F8_E4M3: quantised weights are not read" in capsys.readouterr().err
 
 
+def test_weights_of_gpt_oss_in_mxfp4_are_refused_by_name(tmp_path, capsys):
+    export(make("GptOssForCausalLM"), tmp_path / "out", "hf", None, 10**9)
+    file = tmp_path / "out" / "model.safetensors"
+    tensors, name, numbers = load_file(file), "model.layers.0.mlp.experts.down_proj", torch.zeros(4, dtype=torch.uint8)
+    stored = {f"{name}_blocks": numbers, f"{name}_scales": numbers.clone()}
+    save_file({**{key: value for key, value in tensors.items() if key != name}, **stored}, file)
+    assert main(["import", str(tmp_path / "out"), "--to", str(tmp_path / "new")]) == 4
+    assert f"{name}_blocks is stored as MXFP4: quantised weights are not read" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x10\0\0\0\0\0\0\0not json at all!", b"\x02\0\0\0\0\0\0\0[]"])
 def test_a_damaged_file_is_exit_4(exported, content, capsys):
     (exported / "model.safetensors").write_bytes(content)

@@ -122,6 +122,13 @@ def built(config: Config, vocab: int, precision: str = "fp64", seed: int = 3) ->
         ("qwen2_7b", 7_615_616_512),
         ("qwen3_8b", 8_190_735_360),
         ("mixtral_8x7b", 46_702_792_704),
+        # The parameters of transformers' classes with the published config.json of Qwen/Qwen3-235B-A22B,
+        # openai/gpt-oss-120b, google/gemma-3-27b-it (text_config), google/gemma-2-27b and moonshotai/Kimi-K2-Base.
+        ("qwen3_235b_a22b", 235_093_634_560),
+        ("gpt_oss_120b", 116_829_156_672),  # model card: 116.83B
+        ("gemma3_27b", 27_009_346_304),
+        ("gemma2_27b", 27_227_128_320),
+        ("kimi_k2", 1_026_408_209_408 + 60 * 384),  # with the biases of routers
         ("deepseek_v3", 671_026_419_200),
         ("deepseek_v2_lite", 15_706_484_224),
         ("gshard_600b", pytest.approx(600e9, abs=25e9)),

@@ -31,6 +31,7 @@ LARGE = {
     "experts and tp": "model=mixtral_8x7b strategy=dropless ep=8 dp=16 tp=4",
     "wide heads with norms, 2d": "model=qwen3_8b tp=4 layout=2d dp=4 model.head_dim=256",
     "a window over cp": "model=mistral_7b cp=4 tp=2 dp=2",
+    "experts with biases, sinks, windows in turn": "model=gpt_oss_120b strategy=dropless ep=8 dp=8 tp=2 model.seq=4096",
     "hsdp": "model=llama3_8b strategy=hsdp dp=64 global_batch=64 strategy.data.shard=8",
     "hierarchical": "model=llama3_8b strategy=ring dp=64 global_batch=64 strategy.data.algorithm=hierarchical "
     "strategy.data.group_size=8",

@@ -104,7 +104,7 @@ def test_the_order_is_chosen_by_the_mask():
     assert tiny_plan(cp=2).context.order == "zigzag"
     assert tiny_plan({"cp": 2, KIND: "ulysses"}).context.order == "contiguous"
     bert = tiny_plan({"cp": 2, "model.name": "bert", "dataset.name": "synthetic"})
-    assert bert.context.order == "contiguous" and bert.context.imbalance(bert) == 1
+    assert bert.context.order == "contiguous" and bert.context.imbalance(bert, None) == 1
     packed = tiny_plan({"cp": 2, "model.name": "bert", "dataset.pack": True})
     assert packed.context.order == tiny_plan({"cp": 2, "dataset.pack": True}).context.order == "striped"
     assert any("every packed document" in sentence for sentence in packed.filled)

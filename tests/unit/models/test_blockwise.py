@@ -9,11 +9,12 @@ from torch.nn import functional
 
 from parallelrun.distributed import torch_private
 from parallelrun.models import functions
+from parallelrun.models.blockwise import blocks
+from parallelrun.models.blockwise.blocks import DroppedPart, Merged, attend_to_block, block_gradients
+from parallelrun.models.blockwise.tiles import document_tiles, tiles
 from parallelrun.models.functions import attend, attend_with_dropout
+from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.planner.contract.context_order import ORDERS, Span
-from parallelrun.strategies.context import blocks
-from parallelrun.strategies.context.blocks import DroppedPart, Merged, attend_to_block, block_gradients
-from parallelrun.strategies.context.tiles import document_tiles, tiles
 
 SEQ, RANKS = 24, 3
 
@@ -174,3 +175,34 @@ def test_tiles_of_documents_are_the_pairs_inside_documents(order: str, causal: b
                     seen = np.ones((len(rows), len(columns)), dtype=int)
                     found[np.ix_(rows, columns)] += np.tril(seen) if tile.causal else seen
         assert np.array_equal(found, wanted), (lengths, found - wanted)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_and_soft_caps(window, softcap, monkeypatch):
+    """The cap comes before the mask; the sink joins the softmax once, as a key of value 0."""
+    monkeypatch.setattr(blocks, "ROWS", 7)  # several parts of the queries, which see other keys
+    product = AttentionProduct(0.0, 0, "product", torch.float64, True, window, softcap, num_sinks=4).double()
+    with torch.no_grad():
+        product.sinks.copy_(torch.tensor([-1.0, 0.0, 1.0, 3.0]))
+    query, key, value, grad = drawn(4), drawn(2, seed=1), drawn(2, seed=2), drawn(4, seed=3)
+    distance = torch.arange(SEQ).unsqueeze(1) - torch.arange(SEQ)
+    unseen = (distance < 0) | (distance >= (window or SEQ))
+
+    def written_out(query, key, value):
+        scores = query @ key.repeat_interleave(2, 1).transpose(-2, -1) * 8**-0.5
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        sinks = product.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        joined = torch.cat((scores.masked_fill(unseen, float("-inf")), sinks), -1)
+        return joined.softmax(-1)[..., :-1] @ value.repeat_interleave(2, 1)
+
+    found, of_sinks = [], []
+    for attention in (product, written_out):
+        found.append(reference(query, key, value, grad, attention))
+        product.sinks.grad = None
+        attention(query, key, value).backward(grad)
+        of_sinks.append(product.sinks.grad)
+    assert largest(*found) < 1e-12 and largest(of_sinks[:1], of_sinks[1:]) < 1e-12
+    with torch.no_grad():
+        last = product.of_last(query[:, :, -1:], key, value)
+        assert largest([last], [written_out(query, key, value)[:, :, -1:]]) < 1e-12

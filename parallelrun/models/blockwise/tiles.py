@@ -12,18 +12,22 @@ from typing import NamedTuple
 
 from parallelrun.planner.contract.context_order import Span, Spans, inside
 
+KEYS, GRADIENTS, EXCHANGED = "keys and values", "their gradients", "heads"  # purposes of what travels
+
 
 class Tile(NamedTuple):
     """Queries and keys by index among the tokens of their ranks: query i sees every key, or keys 0..i if `causal`.
 
     samples: those in which they do; all, unless documents are packed. oldest: query i does not see keys j <= i +
-    oldest, which are behind its window; every query sees some key. None: it sees them all."""
+    oldest, which are behind its window; every query sees some key. None: it sees them all. softcap: c, scores are
+    c tanh(score / c) (Gemma 2, 2024), or None."""
 
     query: slice
     key: slice
     causal: bool
     samples: slice = slice(None)
     oldest: int | None = None
+    softcap: float | None = None
 
     @property
     def work(self) -> int:

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group
+from parallelrun.models.blockwise.tiles import GRADIENTS, KEYS, Tile
 from parallelrun.models.functions import accurate_dtype
-
-from .blockwise_plan import GRADIENTS, KEYS
-from .tiles import Tile
 
 TileGradients = Sequence[tuple[Tile, Tensor, Tensor]]  # of the keys and the values of a tile
 

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallelrun.models.blockwise.blocks import DroppedPart, Merged, attend_to_block, block_gradients
+from parallelrun.models.blockwise.tiles import Tile, document_tiles, tiles
+from parallelrun.models.blockwise.transports import Transport
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.functions import accurate_dtype
 from parallelrun.planner.contract.context_order import Spans
-
-from .blocks import DroppedPart, Merged, attend_to_block, block_gradients
-from .tiles import Tile, document_tiles, tiles
-from .transports import Transport
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,8 @@ class AttentionCall:
 
     documents: packed into the samples; tiles are then inside documents, and queries of padding see nothing. dropped:
     from a rank of the group to the dropout of its keys' probabilities; None: nothing is dropped. window: the keys that
-    a query sees; None: all before it.
+    a query sees; None: all before it. softcap: of scores. sinks: a score of each head (heads,), which the softmax
+    counts as that of a key of value 0; `SinkGradient` gives them their gradients.
     """
 
     transport: Transport
@@ -37,9 +37,15 @@ class AttentionCall:
     documents: DocumentBounds | None = None
     dropped: Callable[[int], DroppedPart] | None = None
     window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     def tiles(self, source: int) -> Iterator[Tile]:
         """The tiles of this rank's queries and the keys of `source`."""
+        seen = self._seen(source)
+        return seen if self.softcap is None else (tile._replace(softcap=self.softcap) for tile in seen)
+
+    def _seen(self, source: int) -> Iterator[Tile]:
         mine, theirs = self.spans[self.transport.group.index], self.spans[source]
         if self.documents is None:
             yield from tiles(mine, theirs, self.causal, self.window)
@@ -53,12 +59,14 @@ class AttentionCall:
 
 
 class BlockwiseAttention(torch.autograd.Function):
-    """query (batch, heads, tokens, head_dim), key and value (batch, kv heads, tokens, head_dim) -> as query."""
+    """query (batch, heads, tokens, head_dim), key and value (batch, kv heads, tokens, head_dim) -> as query; and the
+    log-sum-exp of scores (batch, heads, tokens)."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
         own = torch.stack((key, value))
-        in_pieces = call.documents is not None or call.window is not None  # no tile has all of the queries
+        # no tile has all of the queries, or its result is not known to have the heads of a token together
+        in_pieces = any(x is not None for x in (call.documents, call.window, call.softcap, call.sinks))
         merged = Merged.nothing(query) if in_pieces else None
         for source, (keys, values) in call.transport.blocks(own):
             dropped = call.dropout(source)
@@ -69,12 +77,15 @@ class BlockwiseAttention(torch.autograd.Function):
                 else:
                     merged.add(out, lse, tile.query, tile.samples)
         assert merged is not None, "a rank attends to itself"
+        if call.sinks is not None:
+            merged.add_sinks(call.sinks)
         result = merged.out.to(query.dtype)
         if query.untyped_storage().nbytes() > query.nbytes:  # of the exchanged heads: it would keep keys and values
             query = query.clone()
         ctx.save_for_backward(query, own, result, merged.lse)
         ctx.call = call
-        return result
+        ctx.mark_non_differentiable(merged.lse)
+        return result, merged.lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -93,3 +104,22 @@ class BlockwiseAttention(torch.autograd.Function):
             del parts
         grad_key, grad_value = sums.own().to(own.dtype)
         return grad_query.to(query.dtype), grad_key, grad_value, None
+
+
+class SinkGradient(torch.autograd.Function):
+    """Attention's result unchanged; backward gives sinks (heads,) their gradients.
+
+    A node of its own: where backward is split, the weights' half runs nothing else again. lse: with the sinks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+        ctx.save_for_backward(out, lse, sinks)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor]:
+        out, lse, sinks = ctx.saved_tensors
+        share = torch.exp(sinks.to(lse.dtype).view(-1, 1) - lse)  # of a query's probability
+        mean = (grads[0].to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        return grads[0], None, -(share * mean).sum((0, 2)).to(sinks.dtype)

@@ -7,25 +7,27 @@ Sequence Transformer Models".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from parallelrun.distributed.mesh import Group
 from parallelrun.models import documents, dropout
-from parallelrun.models.autograd import apply
+from parallelrun.models.autograd import apply, apply_to_all
+from parallelrun.models.blockwise.blocks import DroppedPart
+from parallelrun.models.blockwise.product import AttentionCall, BlockwiseAttention, SinkGradient
+from parallelrun.models.blockwise.tiles import EXCHANGED
+from parallelrun.models.blockwise.transports import RingTransport, Transport
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.exchange import exchange
 from parallelrun.models.functions import attend
-from parallelrun.models.masked_layers import AttentionProduct
-from parallelrun.planner.contract.context_order import Spans
+from parallelrun.planner.contract.context_order import Span, Spans
 
-from .blocks import DroppedPart
-from .blockwise_plan import EXCHANGED
-from .product import AttentionCall, BlockwiseAttention
-from .transports import Transport
+if TYPE_CHECKING:
+    from parallelrun.models.masked_layers import AttentionProduct
 
 HEADS, TOKENS = 1, 2  # dims of queries, keys and values
 
@@ -48,18 +50,23 @@ class ContextAttention:
         if self.heads.size > 1:
             query, key, value = to_sequence(query, key, value, self.heads)
         packed = layer.documents()
-        if self.transport.group.size == 1 and not layer.active:
+        if self.transport.group.size == 1 and not layer.active and not layer.own_scores:
             if packed is not None:
                 out = documents.attend(query, key, value, packed, layer.causal, layer.window)
             else:
                 out = attend(query, key, value, layer.causal, layer.window)
         else:
-            out = apply(BlockwiseAttention, query, key, value, self._call(layer, query, packed))
+            call = self._call(layer, query, packed)
+            out, lse = apply_to_all(BlockwiseAttention, query, key, value, call)
+            if call.sinks is not None and layer.sinks is not None:
+                out = apply(SinkGradient, out, lse, self._own_heads(layer.sinks))
         return to_heads(out, self.heads) if self.heads.size > 1 else out
 
     def _call(self, layer: AttentionProduct, query: Tensor, packed: DocumentBounds | None) -> AttentionCall:
+        sinks = None if layer.sinks is None else self._own_heads(layer.sinks).detach()
+        call = AttentionCall(self.transport, self.spans, layer.causal, packed, None, layer.window, layer.softcap, sinks)
         if not layer.active:
-            return AttentionCall(self.transport, self.spans, layer.causal, packed, window=layer.window)
+            return call
         batch, num_heads = query.shape[:2]
         first = layer.head_offset + self.heads.index * num_heads
         mine, ids = self._positions(self.transport.group.index, query.device), layer.sample_ids(batch)
@@ -75,11 +82,21 @@ class ContextAttention:
 
             return DroppedPart(keep, layer.rate)
 
-        return AttentionCall(self.transport, self.spans, layer.causal, packed, dropped, layer.window)
+        return replace(call, dropped=dropped)
+
+    def _own_heads(self, sinks: Tensor) -> Tensor:
+        """Those of the heads that this rank has after the exchange."""
+        return sinks.chunk(self.heads.size)[self.heads.index]
 
     def _positions(self, rank: int, device: torch.device) -> Tensor:
         parts = [torch.arange(s.start, s.stop, s.step, device=device) for s in self.spans[rank]]
         return torch.cat(parts)
+
+
+def on_one_rank(layer: AttentionProduct, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of a layer whose tokens are all here, as `ContextAttention` computes it."""
+    one, seq = Group("", (0,), 0, None), key.size(2)
+    return ContextAttention(one, RingTransport(one), ((Span(0, 1, seq),),), seq)(layer, query, key, value)
 
 
 def to_sequence(query: Tensor, key: Tensor, value: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
