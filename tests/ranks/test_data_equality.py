@@ -92,7 +92,8 @@ FULL_MATRIX = (
     "naive ddp x pp x tp: a tied weight in two stages", "zero1, accumulation", "zero2, an empty chunk",
     "zero2, recomputed", "zero1 x tp, adagrad", "fsdp x pp, adagrad", "fsdp x tp, sequence parallel",
     "fsdp, reduced once a step", "zero2 x tp, sequence parallel",
-    "fsdp under zbv, reduced in each pass", "hsdp x zero bubble, reduced in each pass", "fsdp x pp, reduced once a step",
+    "fsdp under zbv, reduced in each pass", "hsdp x zero bubble, reduced in each pass",
+    "fsdp x pp, reduced once a step",
 )  # fmt: skip
 
 
