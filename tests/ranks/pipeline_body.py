@@ -145,7 +145,7 @@ class _Sum(torch.autograd.Function):
 class _Bare(nn.Module):
     """A stage that keeps nothing for backward but its input: what else lives are messages."""
 
-    recompute = "none"
+    recompute, after_weight_gradients = "none", staticmethod(lambda: None)
 
     def __init__(self, stage: int, plan: Plan):
         super().__init__()
