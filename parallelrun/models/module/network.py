@@ -180,7 +180,11 @@ def let_gradients_through(module: nn.Module) -> None:
     sum input gradients: each must happen on every rank, and as often as the plan predicts, whatever is frozen.
     Otherwise autograd stops below the first trained layer, which saves that part of the work.
     """
-    first = next((part for part in module.modules() if dict(part.named_parameters(recurse=False))), None)
+    owners = {part for part in module.modules() if dict(part.named_parameters(recurse=False))}
+    owners = {part for part in owners if not isinstance(part, NonDynamicallyQuantizableLinear)}  # is never called
+    # Modules around the first layer may have parameters of their own, as a class token.
+    inner = (part for part in module.modules() if part in owners and len(owners & {*part.modules()}) == 1)
+    first = next(inner, None)
     for part in module.modules():
         is_input = part is first or isinstance(part, (nn.Embedding, layers.TokenEmbedding))
         if is_input and any(True for _ in part.parameters(recurse=False)):

@@ -23,7 +23,7 @@ from parallelrun.training.loop.build import build
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
 from tests.plans import narrow_config, tiny_config, tiny_plan
-from tests.unit import user_net
+from tests.unit import staged_nets, user_net
 
 FILE = Path(user_net.__file__)
 ROLES = {
@@ -159,6 +159,15 @@ def test_layers_of_torch_that_read_weights_of_others_compute_in_bf16() -> None:
     trained = net(images)
     with torch.no_grad():
         assert trained.dtype == net.eval()(images).dtype == torch.bfloat16
+
+
+def test_gradients_reach_a_frozen_first_layer_inside_a_module_with_parameters_of_its_own() -> None:
+    net = staged_nets.patches(10, tokens=True).requires_grad_(False)
+    network.let_gradients_through(net)
+    reached: list[bool] = []
+    net.patches.register_forward_hook(lambda *call: reached.append(call[2].requires_grad))
+    net(torch.ones(1, 3, 8, 8))
+    assert reached == [True]
 
 
 def test_features_need_no_embedding() -> None:
