@@ -56,7 +56,7 @@ def _roles(request: Request) -> list[Problem]:
     for layer in layers:
         role = layer.layer_role
         # of the heads that are here, or of a column's input
-        if role in ("per_head", "sinks", "adapter") or layer.spans_heads:
+        if role in ("per_head", "attention", "adapter") or layer.spans_heads:
             continue
         if column and layer.parameters and role not in ("row_parallel", "column_parallel"):  # q, k, v are side by side
             opener = column.name
