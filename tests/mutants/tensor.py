@@ -126,7 +126,7 @@ def sinks_summed_over_tp() -> None:
 
     def wrong(self, parameter, plan):
         layout = right(self, parameter, plan)
-        return Layout(layout.dims, ("tp",)) if parameter.layer_role == "sinks" else layout
+        return Layout(layout.dims, ("tp",)) if parameter.layer_role == "attention" else layout
 
     Megatron1D.layout = wrong
 

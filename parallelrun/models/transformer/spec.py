@@ -179,8 +179,8 @@ def attention_layers(name: str, model: ModelConfig, out_initialiser: Initialiser
             column_layer(f"{name}.qkv", hidden, sizes_of, biased, normal(model), heads),
             *(_qk_norm(f"{name}.{part}_norm", model, heads[part]) for part in "qk" if model.qk_norm),
         )
-    sinks = ParameterSpec(f"{name}.product.sinks", (model.heads,), normal(model), "sinks", model.heads)
-    product = LayerSpec(f"{name}.product", "sinks", values, values, (sinks,))
+    sinks = ParameterSpec(f"{name}.product.sinks", (model.heads,), normal(model), "attention", model.heads)
+    product = LayerSpec(f"{name}.product", "attention", values, values, (sinks,))
     return (
         *opened,
         *((product,) if model.sinks else ()),

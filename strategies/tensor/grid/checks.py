@@ -114,13 +114,13 @@ class GridRequest:
         request, spec = self.request, self.request.spec
         where = f"tp={request.tp} of kind {request.config.strategy.tensor.kind}"
         for layer in spec.layers():
-            of_head = layer.layer_role in ("per_head", "sinks") and layer.name in spec.pair_of
+            of_head = layer.layer_role in ("per_head", "attention") and layer.name in spec.pair_of
             if layer.parameters and layer.layer_role not in ROLES and not of_head:
                 role = next(iter(layer.possible_roles), "column_parallel")
                 message = f"layer {layer.name} has no layer role, and {where} splits what every layer reads"
                 return [common.wrong_role(message, request, layer.name, role)]
         for pair in spec.pairs:
-            splittable = [x for x in pair.inside if x.layer_role in ("per_head", "sinks") or x.spans_heads]
+            splittable = [x for x in pair.inside if x.layer_role in ("per_head", "attention") or x.spans_heads]
             reader = next((x.name for x in pair.inside if x.parameters and x not in splittable), None)
             if reader:
                 opener = pair.columns[0].name

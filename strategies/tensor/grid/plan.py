@@ -141,7 +141,7 @@ class GridStrategy(CompleteRows):
             layout = self.rows_layout(parameter, plan)
         elif product is not None:
             layout = product.weight_layout if num_dims == 2 else product.bias_layout
-        elif parameter.layer_role in ("norm", "sinks", "position_embedding"):
+        elif parameter.layer_role in ("norm", "attention", "position_embedding"):
             split = self.activation_layout(layer, plan)
             layout = Layout((*((),) * (num_dims - 1), split.features), split.rows)
         elif parameter.layer_role == "per_head":

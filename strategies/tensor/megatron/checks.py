@@ -57,7 +57,7 @@ def _roles(request: Request) -> list[Problem]:
         role = layer.layer_role
         of_channels = role == SAMPLE_SET_ROLE and layer.name in spec.pair_of
         # of what is here, or of a column's input
-        if role in ("per_head", "sinks", "adapter") or layer.spans_heads or of_channels:
+        if role in ("per_head", "attention", "adapter") or layer.spans_heads or of_channels:
             continue
         if column and layer.parameters and role not in ("row_parallel", "column_parallel"):  # q, k, v are side by side
             opener = column.name

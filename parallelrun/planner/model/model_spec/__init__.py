@@ -272,7 +272,7 @@ class ModelSpec:
             if block.kind == "transformer":
                 start = next(i for i, x in enumerate(block.layers) if x.layer_role == "linear")
                 stop = next(i for i, x in enumerate(block.layers) if x.layer_role == "row_parallel")
-                layers = tuple(layer for layer in block.layers[start:stop] if layer.layer_role != "sinks")
+                layers = tuple(layer for layer in block.layers[start:stop] if layer.layer_role != "attention")
                 named |= {layer.name: layers for layer in layers}
         return named
 

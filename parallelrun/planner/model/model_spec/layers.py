@@ -13,7 +13,7 @@ class LayerSpec:
 
     name: one-device module name (`layers.0.attention.qkv`). layer_role: `column_parallel` (one input, one or more
     outputs that may be split), `row_parallel` (its input may be split), `linear` (never split), `embedding`,
-    `position_embedding`, `head`, `norm`, `dropout`, `sinks` (of attention), `router`, `expert`; `expert_input` and
+    `position_embedding`, `head`, `norm`, `dropout`, `attention` (its sinks), `router`, `expert`; `expert_input` and
     `expert_output` (without parameters) around router and experts, `shared_input` of a key that heads share; empty for
     a user's layer without a role. in_features and out_features are global; `column_parallel` counts the sum of its
     outputs. A `head` with a tied weight has no `parameters`, and `tied` names the parameter it reads. possible_roles:

@@ -62,7 +62,7 @@ def _of_transformer(block: BlockSpec, residual: float, plan: Plan, rates: Rates)
         plan.num_rows * layer.out_features / tp
         for layer in block.layers
         if any(len(parameter.shape) == 1 for parameter in layer.parameters)
-        and layer.layer_role not in ("norm", "per_head", "sinks")
+        and layer.layer_role not in ("norm", "per_head", "attention")
     )
     norms = sum(_is_of_x(x, spec) for x in block.layers) or 2
     scaled = block.attention.sinks * plan.num_rows * spec.qk_features / tp

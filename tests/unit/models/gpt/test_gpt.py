@@ -237,9 +237,9 @@ def test_every_rows_of_heads_are_marked() -> None:
         ),
         ({"q_lora_rank": 4}, "model.kv_lora_rank", "model.kv_lora_rank=N or leave model.q_lora_rank out"),
         (
-            LATENT | {"rope_scaling": "yarn", "rope_beta_slow": 32.0},
+            LATENT | {"rope_scaling": "yarn", "rope_beta_slow": 33.0},
             "model.rope_beta_fast",
-            "model.rope_beta_fast=1024",
+            "model.rope_beta_fast=1056",
         ),
         (LATENT | {"rope_scaling": "yarn", "rope_theta": 1.0}, "model.rope_theta", "model.rope_theta=10000"),
     ],
