@@ -25,7 +25,8 @@ from parallelrun.distributed import shared_memory, torch_private
 from parallelrun.distributed.comm import gather_json
 from parallelrun.distributed.comm.counter import CommunicationCounter
 from parallelrun.models.network import compile_blocks
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.collective import Collective
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.training.loop import build as train_build

@@ -19,6 +19,7 @@ from parallelrun.config.schema.run_schema import ContextConfig
 from parallelrun.models.blockwise import memory
 from parallelrun.models.blockwise.memory import head_dim, part_of
 from parallelrun.models.blockwise.tiles import EXCHANGED, tiles
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.context_order import (
     ORDERS,
     Imbalance,
@@ -38,7 +39,7 @@ from parallelrun.planner.contract.messages import (
     explanation_by_block,
     ranks_over,
 )
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import BlockSpec
 from parallelrun.planner.model.model_spec.attention import AttentionSpec

@@ -8,7 +8,8 @@ from math import gcd
 from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.run_schema import Config, ContextConfig
 from parallelrun.models.blockwise.tiles import GRADIENTS, KEYS
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.collective import Collective
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.predict.step_time import overlap
 

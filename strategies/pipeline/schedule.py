@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.messages import (
     ExplainedExchange,
     ExplainedMessage,
@@ -19,7 +20,7 @@ from parallelrun.planner.contract.messages import (
     ranks_over,
 )
 from parallelrun.planner.contract.pipeline_schedule import Action, PipelineSchedule
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.predict import simulate
 

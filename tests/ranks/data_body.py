@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from parallelrun.distributed.comm.counter import CommunicationCounter
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.parameters import LocalParameter
-from parallelrun.planner.contract.plan import Collective
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.training.loop.build import Training, build

@@ -14,7 +14,7 @@ from parallelrun.distributed import comm, torch_private
 from parallelrun.distributed.comm import gather_json
 from parallelrun.distributed.comm.counter import CommunicationCounter
 from parallelrun.distributed.mesh import Group, Mesh, build_mesh
-from parallelrun.planner.contract.plan import Collective
+from parallelrun.planner.contract.collective import Collective
 from tests.plans import tiny_plan
 from tests.pool import run_ranks
 

@@ -17,7 +17,8 @@ from parallelrun.cli.calibration.fit import Constant, fit
 from parallelrun.cli.calibration.measurements import Measurements, TimedExchange, TimedProduct, TimedStep
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.collective import Collective
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.predict.step_time import cores
 from parallelrun.planner.predict.step_time.kernels import product_s
 from parallelrun.planner.predict.step_time.links import collective_s

@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from parallelrun.distributed import comm, torch_private
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.distributed.sequences import Lane
-from parallelrun.planner.contract.plan import Collective
+from parallelrun.planner.contract.collective import Collective
 
 if TYPE_CHECKING:
     from typing_extensions import Self

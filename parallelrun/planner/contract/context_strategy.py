@@ -13,8 +13,9 @@ from parallelrun.planner.model.model_spec import BlockSpec
 from parallelrun.planner.model.model_spec.attention import AttentionSpec
 
 if TYPE_CHECKING:
+    from parallelrun.planner.contract.collective import Collective
     from parallelrun.planner.contract.data_strategy import FlattenedDims, MeshDims
-    from parallelrun.planner.contract.plan import Collective, Plan
+    from parallelrun.planner.contract.plan import Plan
     from parallelrun.planner.contract.request import Request
 
 

@@ -16,10 +16,11 @@ from parallelrun.base.errors import Problem
 from parallelrun.base.layout import Layout
 from parallelrun.config.schema.run_schema import Config, DataStrategyConfig
 from parallelrun.planner.contract.axis_strategy import AxisStrategy
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.memory import Memory
 from parallelrun.planner.contract.messages import Explanation, explanation_of_calls
 from parallelrun.planner.contract.parameters import HeldParameter
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import ParameterSpec
 

@@ -15,8 +15,9 @@ from parallelrun.planner.model.model_spec import BlockSpec
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from parallelrun.planner.contract.collective import Collective
     from parallelrun.planner.contract.data_strategy import FlattenedDims, MeshDims
-    from parallelrun.planner.contract.plan import Collective, Plan
+    from parallelrun.planner.contract.plan import Plan
     from parallelrun.planner.contract.request import Request
 
 

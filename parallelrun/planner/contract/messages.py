@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from parallelrun.base.errors import ConfigError, Problem
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.collective import Collective
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.model_spec import BlockSpec
 
 WORDS = {  # contents of collectives whose purpose is not self-explanatory

@@ -13,7 +13,8 @@ from parallelrun.planner.contract.axis_strategy import AxisStrategy
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from parallelrun.planner.contract.plan import Collective, Plan
+    from parallelrun.planner.contract.collective import Collective
+    from parallelrun.planner.contract.plan import Plan
     from parallelrun.planner.contract.request import Request
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from parallelrun.base.layout import Layout
 from parallelrun.config.schema.run_schema import Config, TensorStrategyConfig
 from parallelrun.planner.contract.axis_strategy import AxisStrategy
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.collective import Collective
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec, ParameterSpec
 from parallelrun.planner.model.product import ActivationLayout, Product
 

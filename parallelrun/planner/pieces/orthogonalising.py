@@ -20,9 +20,10 @@ from typing import NamedTuple
 from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
 from parallelrun.planner.contract.caching import cached
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.optimizers import MUON, muon_matrices
 from parallelrun.planner.contract.parameters import held_parameters
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.plan import Plan
 
 MOMENTUM = "momentum"  # the purpose of the traffic
 NS_STEPS = 5  # of Newton-Schulz, as torch.optim.Muon's default

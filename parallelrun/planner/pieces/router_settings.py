@@ -18,8 +18,9 @@ from parallelrun.config.keys import known_keys
 from parallelrun.config.schema.model_schema import ModelConfig, RouterConfig
 from parallelrun.config.schema.run_schema import Config, ExpertConfig
 from parallelrun.planner.contract.classes import expert_dispatcher
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.expert_dispatcher import ExpertDispatcher
-from parallelrun.planner.contract.plan import WORLD, Collective, Plan
+from parallelrun.planner.contract.plan import WORLD, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model import definitions
 from parallelrun.planner.model.model_spec import ModelSpec

@@ -9,9 +9,10 @@ from __future__ import annotations
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.base.precision import BYTES
 from parallelrun.base.wording import divisors, either, nearest
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.data_strategy import DataStrategy
 from parallelrun.planner.contract.parameters import module_layout
-from parallelrun.planner.contract.plan import Collective, Plan, SampleSets
+from parallelrun.planner.contract.plan import Plan, SampleSets
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import SAMPLE_SET_ROLE, BlockSpec
 

@@ -16,10 +16,11 @@ from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.caching import cached
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.memory import Memory
 from parallelrun.planner.contract.optimizers import num_states, update_rule
 from parallelrun.planner.contract.parameters import distinct_parameters, element_bytes
-from parallelrun.planner.contract.plan import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Plan, once
+from parallelrun.planner.contract.plan import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Plan, once
 from parallelrun.planner.memory import device_memory, peak
 from parallelrun.planner.model.model_spec import ParameterSpec
 from parallelrun.planner.pieces import orthogonalising, sample_sets

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.collective import Collective
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.predict.prediction import collectives, group_size, steps_between, wire_bytes
 from parallelrun.planner.predict.rank_classes import rank_classes
 

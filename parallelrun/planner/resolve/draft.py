@@ -233,7 +233,7 @@ def check_loss_chunks(request: Request, strategies: StrategyClasses) -> list[Pro
     if spec.blocks[-1].kind == MEASURED or [x.layer_role for x in spec.blocks[-1].layers[-1:]] != ["head"]:
         message = f"{shown}: model={spec.name} does not end in a vocabulary head of parallelrun's own"
         return [Problem(message, "loss_chunks", fix, kind="not_built" if spec.kind == "tokens" else "undefined")]
-    if getattr(request.config.model, "logit_softcap", None) is not None:  # a function of the logits behind the head
+    if spec.logit_softcap is not None:  # a function of the logits behind the head
         message = f"{shown}: soft caps are computed of all logits at once"
         return [Problem(message, "loss_chunks", fix, kind="not_built")]
     if request.tp > 1 and not strategies.tensor.is_one_dimensional:

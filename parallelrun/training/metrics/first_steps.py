@@ -24,7 +24,7 @@ from parallelrun.distributed import sequences, torch_private
 from parallelrun.distributed.comm.counter import CommunicationCounter
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.distributed.sequences import CollectiveSequence, Lane, SequenceFile
-from parallelrun.planner.contract.plan import Collective
+from parallelrun.planner.contract.collective import Collective
 
 # Counted from the start of the process. Its first step has set-up traffic, so a run of one step is not counted.
 COUNTED_STEP = 2

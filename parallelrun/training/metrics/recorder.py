@@ -14,7 +14,7 @@ from parallelrun.base import reserve
 from parallelrun.base.context import WorkerContext
 from parallelrun.base.records import RowFile, write_json
 from parallelrun.distributed.comm import gather_json
-from parallelrun.planner.contract.plan import Collective
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.predict import prediction
 from parallelrun.report.progress import ProgressLine
 from parallelrun.report.records import attempts

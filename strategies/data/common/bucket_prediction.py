@@ -8,8 +8,9 @@ from functools import cache
 from math import prod
 
 from parallelrun.base.layout import Layout
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters, element_bytes, held_parameters
-from parallelrun.planner.contract.plan import Collective, Plan, once
+from parallelrun.planner.contract.plan import Plan, once
 from parallelrun.planner.pieces.expert_axes import inner_axis
 
 from .buckets import Shape, exchanged_numel, reduce_bytes

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from parallelrun.base.errors import Problem
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy, ExchangeForm
 from parallelrun.planner.contract.parameters import HeldParameter
-from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+from parallelrun.planner.contract.plan import Equivalence, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.predict.prediction import merge
 

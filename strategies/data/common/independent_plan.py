@@ -13,9 +13,10 @@ from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy
 from parallelrun.planner.contract.parameters import HeldParameter
-from parallelrun.planner.contract.plan import SYNC, Collective, Plan
+from parallelrun.planner.contract.plan import SYNC, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.predict.prediction import merge
 

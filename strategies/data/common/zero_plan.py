@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy, ExchangeForm
 from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import ParameterSpec
 from parallelrun.planner.pieces.expert_axes import replica_axis

@@ -13,9 +13,10 @@ from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.run_schema import DataStrategyConfig
 from parallelrun.planner.contract.classes import splits_backward
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.data_strategy import ExchangeForm
 from parallelrun.planner.contract.parameters import distinct_parameters
-from parallelrun.planner.contract.plan import Collective, Plan, once
+from parallelrun.planner.contract.plan import Plan, once
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.memory.peak import gradient_bytes
 from parallelrun.planner.model.model_spec import ParameterSpec

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from parallelrun.planner.contract.plan import Collective
+from parallelrun.planner.contract.collective import Collective
 
 from ..common.allreduce.rounds import Number, halved, halvings
 

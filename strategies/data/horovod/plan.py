@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.messages import Explanation
-from parallelrun.planner.contract.plan import Collective, Equivalence, Plan
+from parallelrun.planner.contract.plan import Equivalence, Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.predict.prediction import merge
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.data_strategy import DataStrategy
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.pieces.expert_axes import replica_axis
 from parallelrun.planner.predict.prediction import merge

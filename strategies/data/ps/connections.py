@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun.distributed import comm, torch_private
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.collective import Collective
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.training.loop.flat_tensors import flat_views
 
 from .protocol import AXIS, CONTROL, COUNTED, PULL, PUSH, ServerReply, WorkerRequest

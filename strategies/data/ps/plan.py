@@ -16,6 +16,7 @@ from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
 from parallelrun.base.wording import counted
 from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy
 from parallelrun.planner.contract.memory import Memory
 from parallelrun.planner.contract.messages import (
@@ -27,7 +28,7 @@ from parallelrun.planner.contract.messages import (
     ranks_over,
 )
 from parallelrun.planner.contract.parameters import HeldParameter
-from parallelrun.planner.contract.plan import Collective, Equivalence, Plan, once
+from parallelrun.planner.contract.plan import Equivalence, Plan, once
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.pieces.expert_axes import inner_axis
 from parallelrun.planner.predict.prediction import COUNT_BYTES

@@ -12,7 +12,8 @@ from parallelrun.base.records import write_json
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed.comm.counter import CommunicationCounter
 from parallelrun.distributed.mesh import Mesh
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.collective import Collective
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.report.records import attempts
 from parallelrun.report.runs import final_panel as report
 from parallelrun.report.runs.bench import show as show_bench

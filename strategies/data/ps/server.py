@@ -17,7 +17,8 @@ from parallelrun.base.context import WorkerContext
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import build_server_group
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.collective import Collective
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.predict.prediction import merge
 from parallelrun.training.loop.flat_tensors import flatten, unflatten
 from parallelrun.training.loop.gradients import clip_coefficient

@@ -26,10 +26,11 @@ from parallelrun.base.wording import divisors, either, nearest
 from parallelrun.models.moe.memory import num_kept, num_own, num_routed, num_sharing, num_slots, router_of
 from parallelrun.models.moe.spec import has_own_router
 from parallelrun.planner.contract.classes import tensor_strategy
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.data_strategy import FlattenedDims, MeshDims
 from parallelrun.planner.contract.expert_dispatcher import ExpertDispatcher
 from parallelrun.planner.contract.messages import ExplainedRound, Explanation, calls_of, explanation_by_block
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.model.model_spec import BlockSpec
 from parallelrun.planner.pieces.expert_axes import EP, EP_DATA, EP_DP, TP

@@ -21,8 +21,9 @@ from math import prod
 from typing import ClassVar
 
 from parallelrun.base.precision import BYTES
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.messages import ExplainedRound, Explanation, calls_of, explanation_by_block
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.tensor_strategy import (
     BACKWARD,
     FORWARD,

@@ -15,7 +15,8 @@ from math import prod
 from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
 from parallelrun.models.moe.spec import inside_dim
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.collective import Collective
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.tensor_strategy import LayerBackward
 from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec, ParameterSpec
 from parallelrun.planner.model.product import ActivationLayout, Product

@@ -10,7 +10,8 @@ from parallelrun.base.layout import Layout
 from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.moe.spec import has_own_router, inside_dim
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.collective import Collective
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.contract.tensor_strategy import LayoutChoice, MeshDims
 from parallelrun.planner.model.model_spec import SAMPLE_SET_ROLE, BlockSpec, LayerSpec, ParameterSpec

@@ -12,9 +12,10 @@ from parallelrun.distributed import torch_private
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.models import muon
 from parallelrun.models.optimizer import Optimizer
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.optimizers import muon_matrices, num_states
 from parallelrun.planner.contract.parameters import LocalParameter, held_parameters
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.pieces.orthogonalising import MOMENTUM, collectives, exchanges
 from parallelrun.planner.predict.step_time.links import collective_s
 from parallelrun.planner.predict.step_time.matrices import orthogonalising_s

@@ -9,7 +9,8 @@ from math import prod
 
 from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.cluster_schema import ClusterConfig
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.collective import Collective
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.tensor_strategy import BACKWARD, FORWARD, RECOMPUTATION
 from parallelrun.planner.memory.stack_memory import products_of
 from parallelrun.planner.model.model_spec import BlockSpec, LayerSpec

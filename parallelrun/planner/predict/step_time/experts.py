@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.cluster_schema import ClusterConfig
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.parameters import block_layouts
-from parallelrun.planner.contract.plan import Collective, Plan, once
+from parallelrun.planner.contract.plan import Plan, once
 from parallelrun.planner.model.model_spec import BlockSpec
 from parallelrun.planner.pieces.hosts import ranks_in_node
 from parallelrun.planner.predict import prediction

@@ -7,7 +7,8 @@ times as long as others: each router and expert is several lines of Python.
 
 from __future__ import annotations
 
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.collective import Collective
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.model_spec import BlockSpec, ModelSpec
 from parallelrun.planner.predict.step_time.kernels import streaming_s
 from parallelrun.planner.predict.step_time.rates import Rates

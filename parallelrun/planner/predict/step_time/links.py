@@ -6,7 +6,8 @@ from math import ceil, log2, pow
 
 from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.cluster_schema import ClusterConfig
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.collective import Collective
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.pieces.hosts import ranks_in_node, stays_in_node
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.predict.step_time.kernels import FP8_CAST

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.cluster_schema import ClusterConfig
-from parallelrun.planner.contract.plan import Collective, Plan, Stage, once
+from parallelrun.planner.contract.collective import Collective
+from parallelrun.planner.contract.plan import Plan, Stage, once
 from parallelrun.planner.model.model_spec import BlockSpec
 from parallelrun.planner.pieces.hosts import stays_in_node
 from parallelrun.planner.predict import prediction, simulate

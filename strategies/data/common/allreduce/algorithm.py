@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from parallelrun.base.errors import Problem
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.collective import Collective
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.request import Request
 
 from ..keys import AlgorithmKeys

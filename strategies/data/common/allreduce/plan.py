@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.wording import one_of
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.request import Request
 
 from ..bucket_prediction import final_collectives, inner_sums

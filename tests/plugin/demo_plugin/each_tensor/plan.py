@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.field import key
 from parallelrun.config.schema.run_schema import DataStrategyConfig
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.data_strategy import DataStrategy
 from parallelrun.planner.contract.parameters import held_parameters
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.request import Request
 
 

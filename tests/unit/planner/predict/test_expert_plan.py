@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from parallelrun.base.errors import ConfigError
-from parallelrun.planner.contract.plan import Collective
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.predict import prediction
 from parallelrun.strategies.expert.capacity.plan import CapacityDispatcher
 from parallelrun.strategies.expert.dropless.plan import DroplessDispatcher

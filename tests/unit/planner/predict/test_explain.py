@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from parallelrun.base.errors import ConfigError
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.messages import Explanation, explain, rows
-from parallelrun.planner.contract.plan import Collective, Plan
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.predict.prediction import merge
 from parallelrun.report.plans import explain as report

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from parallelrun.config.schema.cluster_schema import ClusterConfig
-from parallelrun.planner.contract.plan import Collective
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.pieces.hosts import mesh_dims, ranks_in_node, rate_gb_s, stays_in_node
 from parallelrun.planner.predict import cluster_cost, prediction, simulate
 from parallelrun.planner.predict.traffic import traffic_of

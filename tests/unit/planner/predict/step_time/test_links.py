@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallelrun.planner.contract.plan import Collective
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.predict.step_time import step
 from parallelrun.planner.predict.step_time.links import bytes_s, collective_s
 from parallelrun.planner.predict.step_time.rates import absent

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelrun.models import recompute
 from parallelrun.models.gpt import network
-from parallelrun.planner.contract.plan import Collective
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.predict.step_time import blocks, host, overlap, spread, step, streaming
 from parallelrun.planner.predict.step_time.kernels import attention_s

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallelrun.planner.contract.plan import Collective
+from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.predict.cluster_cost import peak_flops
 from parallelrun.planner.predict.step_time import blocks, spread, step
 from parallelrun.planner.predict.step_time.kernels import product_s
