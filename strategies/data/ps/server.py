@@ -203,13 +203,12 @@ class Server:
         The weight of a push is its number of targets. Workers in step have divided their losses by the mean number.
         """
         pending, self._pending = dict(sorted(self._pending.items())), {}
-        requests = list(pending.values())
-        counts = [request.num_valid for request in requests]
+        counts = [request.num_valid for request in pending.values()]
         weights = counts if sum(counts) and not self._settings.in_step else [1.0] * len(counts)
         self._store.mean([self._workers[worker].pushed for worker in pending], weights)
-        finite = all(request.finite for request in requests)
+        finite = all(request.finite for request in pending.values())
         norm = self._sum_over_servers(self._store.squared_norm() if finite else float("inf")) ** 0.5
-        loss = sum(request.loss_sum for request in requests) / (sum(counts) or len(counts))
+        loss = sum(request.loss_sum for request in pending.values()) / (sum(counts) or len(counts))
         applied = isfinite(norm) and isfinite(loss)
         coefficient = clip_coefficient(norm, self._config.optimizer.clip) if applied else 1.0
         pushes = tuple(request.logged(worker) for worker, request in pending.items())
