@@ -68,6 +68,8 @@ CELLS: dict[str, dict[str, Any]] = {
     "fsdp x zero bubble, reduced in each pass": {
         "dp": 2,
         "pp": 2,
+        "microbatches": 2,
+        "virtual_stages": 1,
         "strategy.pipeline.kind": "zero_bubble",
         **FSDP,
         **REDUCED_EACH,

@@ -58,9 +58,9 @@ CELLS: dict[str, dict[str, Any]] = {
         "model.source": f"{NET}:build_two_tables",
         "model.roles": Frozen({**ROLES, "embed.kinds": "embedding"}),
     },
-    "module, a weight without dims, zero2": {**TWO_STEPS, "dp": 2, **TWO_TABLES, "strategy.data.kind": "zero2"},
+    "module, a weight without dims, zero2": {"dp": 2, **TWO_TABLES, "strategy.data.kind": "zero2"},
     "module, a weight without dims, fsdp in a pipeline": {
-        **TWO_STEPS, "dp": 2, "pp": 2, **TWO_TABLES, **FSDP, "model.blocks": PLACED["model.blocks"],
+        "dp": 2, "pp": 2, "microbatches": 2, **TWO_TABLES, **FSDP, "model.blocks": PLACED["model.blocks"],
     },
     "module, ddp, nothing said": {"dp": 2, **MODULE},
     "module, fsdp, nothing said": {"dp": 2, **MODULE, **FSDP, "model.arguments": Frozen({"tied": True})},
