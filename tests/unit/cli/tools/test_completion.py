@@ -51,7 +51,7 @@ def test_verbs_tools_and_groups_are_offered_in_the_first_place():
         ("layout=2", ["layout=2d", "layout=2.5d"]),
         ("recipe=quick", ["recipe=quickstart"]),
         ("dataset=s", ["dataset=synthetic"]),
-        ("recompute=", ["recompute=none", "recompute=selective", "recompute=full"]),
+        ("recompute=", ["recompute=none", "recompute=selective", "recompute=full", "recompute=offload"]),
         ("compile=", ["compile=true", "compile=false"]),
         ("strategy.pipeline.kind=gp", ["strategy.pipeline.kind=gpipe"]),
         ("model.activation=r", ["model.activation=relu"]),
