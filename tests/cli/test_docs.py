@@ -72,7 +72,8 @@ def fewer_points(words: list[str]) -> list[str]:
     return [re.sub("=.*,", "=", word) if word in others else word for word in words]
 
 
-ELSEWHERE = {"resume=latest", "explain=true"}  # tests/cli/test_resume.py, tests/unit/docs/test_pages.py
+# tests/cli/test_resume.py, tests/unit/docs/test_pages.py, tests/unit/planner/search/test_cells.py
+ELSEWHERE = {"resume=latest", "explain=true", "cells"}
 CALLS = [words for words in as_the_shell_splits(printed_lines()) if not ELSEWHERE & {*words}]
 PLANS = [words for words in CALLS if words and words[0] not in TOOLS and not words[0].startswith(("--", "-sc"))]
 WITH_PLUG_INS = [

@@ -174,7 +174,7 @@ def test_ls_has_a_source_and_a_description_for_everything(run, kind):
 def test_ls_keys_explains_every_key_that_users_type(run):
     rows = {row["name"]: row for row in json.loads(run("ls", "keys", "--json")[1])["keys"]}
     assert all(row["values"] and row["description"] for row in rows.values())
-    assert rows["recompute"]["values"] == "none | selective | full"
+    assert rows["recompute"]["values"] == "none | selective | full | offload"
     assert rows["dropout"]["values"] == "float >= 0, < 1" and "model.preset" not in rows
 
 

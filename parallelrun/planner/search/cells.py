@@ -119,7 +119,8 @@ def _of_axis(base: Config, axis: str, tp: int) -> list[Settings]:
             shapes = [vars(choice.config) for choice in tensor_strategy(kind).layout_choices(tp)]
             usual = vars(config_class(axis, kind)())
             changes = (
-                {f"strategy.tensor.{key}": shape[key] for key in shape if shape[key] != usual[key]} for shape in shapes
+                {f"strategy.tensor.{key}": value for key, value in shape.items() if value != usual.get(key)}
+                for shape in shapes
             )
         settings += [setting for change in changes if (setting := of_kind | change)]
     return settings

@@ -93,7 +93,7 @@ def test_the_schema_is_walked_to_its_leaves():
     keys = known_keys()
     assert keys["tp"] == Key("tp", "int", True)
     assert keys["strategy.data.shard"] == Key("strategy.data.shard", "int", True, least=1, of_degrees=True)
-    assert keys["recompute"].choices == ("none", "selective", "full") and keys["recompute"].help
+    assert keys["recompute"].choices == ("none", "selective", "full", "offload") and keys["recompute"].help
     assert keys["optimizer.betas"].kind == "list" and keys["model.roles"].kind == "dict"
     assert keys["compile"] == Key("compile", "bool", False)
     assert {"strategy.data", "model", "eval"} <= sections() and "tp" not in sections()

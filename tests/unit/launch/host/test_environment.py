@@ -52,7 +52,7 @@ OPENMPI = {
         ),
         (
             {"PMI_RANK": "2", "PMI_SIZE": "3"},
-            Attached(2, 3, 2, "127.0.0.1", 0, "mpirun", f"parent-{os.getppid()}"),
+            Attached(2, 3, 2, "127.0.0.1", 0, "mpirun", "parent-4711"),
         ),
         (
             {**SRUN, "SLURM_STEP_NUM_NODES": "1"},
@@ -61,7 +61,8 @@ OPENMPI = {
         ({**SRUN, "SLURM_STEP_RESV_PORTS": "12001-12002"}, Attached(5, 8, 1, "gpu003", 12001, "srun", "77.0")),
     ],
 )
-def test_the_place_of_a_rank_is_read_from_its_launcher(environ, expected):
+def test_the_place_of_a_rank_is_read_from_its_launcher(environ, expected, monkeypatch):
+    monkeypatch.setattr(os, "getppid", lambda: 4711)
     assert detect(environ) == expected
 
 
