@@ -26,10 +26,9 @@ BLOCK, EXPERTS, ROUTER, ROOT, TIED = "block", "experts", "router", "root", "tied
 class Unit:
     """One group of parameters with one all-gather and one reduce-scatter.
 
-    kind: `block`, `experts` and `router` (parts of a block that are gathered separately), `root` (a tied weight makes
-    its two blocks of a stage one unit; so are parameters outside of blocks), or `tied` (one weight of two stages on one
-    rank). block: the name of the block that the first three are in. reshard: freed after forward, gathered again for
-    backward. axis: that of the shards.
+    kind: `block`, `experts` and `router` (parts of a block that are gathered separately), `root` (blocks of a stage
+    that share a tied weight, and parameters outside of blocks), or `tied` (a weight of two stages on one rank). block:
+    of the first three kinds. reshard: freed after forward, gathered again for backward. axis: that of the shards.
     """
 
     kind: str
@@ -105,23 +104,17 @@ class UnitSharding(DataStrategy):
         here = {block for stage in stages for block in stage.blocks}
         # A weight of blocks in two stages of this rank (zbv) is a unit; so are blocks of one stage that share a weight.
         across = {name for name, pair in pairs.items() if pair <= here and not any(pair <= {*s.blocks} for s in stages)}
+        outside = {name for block in here for name in plan.spec.block(block).outside}
         for stage in stages:
             tied = {block for pair in pairs.values() if pair <= {*stage.blocks} for block in pair}
             for block, is_last, count in _counted_blocks(stage, plan, counted):
                 if block not in tied:
-                    # The stage's last block is needed at once for its backward (only pp=1 alternates so): freeing it
-                    # would gather it twice in a row.
-                    outside = plan.spec.block(block).outside
-                    own = [p for p in by_block.get(block, ()) if p.name not in across and p.name not in outside]
+                    # Without a pipeline, the last block is needed at once: freed, it is gathered twice in a row.
+                    own = [p for p in by_block.get(block, ()) if p.name not in across | outside]
                     is_read_by_loss = plan.loss_chunks > 1 and block == plan.spec.blocks[-1].name
                     reshard = self.reshard_after_forward and not is_read_by_loss and (is_pipelined or not is_last)
                     units += [(unit, count) for unit in _units_of_block(own, reshard, plan)]
-            shared = tuple(
-                p
-                for block in stage.blocks
-                for p in by_block.get(block, ())
-                if block in tied or p.name in plan.spec.block(block).outside
-            )
+            shared = tuple(p for b in stage.blocks for p in by_block.get(b, ()) if b in tied or p.name in outside)
             if shared:
                 assert "expert" not in {p.spec.layer_role for p in shared}, "experts in a block with a tied weight"
                 reshard = self.reshard_after_forward and is_pipelined
