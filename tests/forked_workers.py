@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 import pytest
 from hypothesis.internal.conjecture import providers
 
-from tests import compositions
+from tests import compositions, scratch
 from tests.servants import forget_pytest, leave_with, use_large_pages
 
 
@@ -92,6 +92,7 @@ def _serve(listener: socket.socket) -> NoReturn:
                     os.close(descriptor)
                 exec(eval(sys.stdin.readline()), vars(_main()))  # execnet's own first line
             finally:
+                scratch.remove()
                 os._exit(0)
         connection.close()
         for descriptor in streams:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-_FOLDER = tempfile.TemporaryDirectory(prefix="parallelrun-hf-")
+from tests.scratch import scratch
+
 _SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
     "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
@@ -57,7 +57,7 @@ _CLASSES = {
 @cache
 def directory(family: str) -> Path:
     """A directory with the config.json of a small model of the family."""
-    folder = Path(_FOLDER.name) / family
+    folder = scratch("parallelrun-hf-") / family
     folder.mkdir()
     classes = [_CLASSES[family]] if family in _CLASSES else []
     content = {"model_type": family, "architectures": classes, **FAMILIES[family]}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import os
 import pickle
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -42,8 +41,8 @@ from tests.matrix import FULL
 from tests.mutants import plant
 from tests.plans import tiny_config
 from tests.pool import BACKEND, COMPILER, TRANSFORMERS, run_ranks
+from tests.scratch import scratch
 
-_FILES = tempfile.TemporaryDirectory(prefix="parallelrun-parity-")
 _PLACEMENT = (
     "dp", "cp", "tp", "pp", "ep", "layout", "grid", "depth", "schedule", "virtual_stages", "microbatches",
     "micro_batch", "recompute", "compile", "loss_chunks",
@@ -120,7 +119,7 @@ def _reference(settings: str) -> Path:
     else:
         alone, plan = single_device(config, plan)
         trace = record(build(alone, plan, cpu), config.verify.steps)
-    path = Path(_FILES.name) / f"{abs(hash(settings)):x}-{os.getpid()}.pickle"
+    path = scratch("parallelrun-parity-") / f"{abs(hash(settings)):x}.pickle"
     with open(path, "wb") as file:
         _Pickler(file).dump(trace)
     return path

@@ -257,8 +257,12 @@ PLANS: dict[str, dict[str, Any]] = {
 
 # Ranks of the last row and column of the grid need not receive the last panel: they hold less than is predicted.
 SUMMA = GPT | GRID | {"tp": 4, "layout": "2d", "strategy.tensor.form": "summa"}
-# Everything in these stands in other plans too.
+# Everything in these stands in other plans too. `.ci/run` measures all, in its stage `memory`.
 SELDOM = {
+    "naive ddp", "mlp", "window, long", "wide heads tp", "interleaved, an embedding and a head alone", "dropout",
+    "cp, long, ulysses", "2d, rotary positions and biases", "ring, several buckets", "moe, ep over tp, full",
+    "vgg, tp x 1f1b", "bottleneck full bf16, tp", "resnet, sets over replicas", "parts of gemma, tp sequence",
+    "moe ep dropless", "zero1 x tp sequence x 1f1b bf16", "latent tp sequence selective, queries of x",
     "module", "module lora", "module lora 1f1b", "module lora bf16, base in bf16", "norms of heads, 2d", "zero1 bf16",
     "tp", "cp, long", "interleaved", "zero bubble bf16", "gpt large vocabulary", "local sgd",
     "fsdp, highest when the root is reduced", "norms of heads with biases, tp sequence", "moe, ep over tp",
