@@ -93,9 +93,7 @@ class Supervisor:
         """Wait for all ranks; act on failures, hangs and signals."""
         while self._alive:
             self._handle_signals()
-            for rank, pid in list(self._alive.items()):
-                if (code := os_process.reap(pid)) is not None:
-                    self._on_exit(rank, code)
+            self._reap()
             self._tick()
             if self._alive:
                 connection.wait(self._pidfds.values(), TICK_S)  # sleeps until a rank exits
@@ -116,6 +114,12 @@ class Supervisor:
         for rank, pid in self._alive.items():
             self._ended_by_us.add(rank)
             os_process.kill(pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        """Act on the ranks that have exited. Those that a signal ended come first: others may fail because of them."""
+        codes = [(code, rank) for rank, pid in self._alive.items() if (code := os_process.reap(pid)) is not None]
+        for code, rank in sorted(codes):
+            self._on_exit(rank, code)
 
     def _on_exit(self, rank: int, code: int) -> None:
         now = time.monotonic_ns()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import select
+import signal
 import time
 from pathlib import Path
 
@@ -61,4 +63,42 @@ def test_the_exit_code_of_ranks_that_have_all_returned(tmp_path: Path, codes, co
     supervisor = Supervisor(Job(tiny_config(dp=2), tiny_plan(dp=2), tmp_path))
     supervisor._codes = codes
     assert supervisor._outcome().exit_code == code
+    supervisor.end_all()
+
+
+def test_a_worker_of_several_ranks_is_lost_with_any_of_them(tmp_path: Path, capsys) -> None:
+    settings = {"strategy.data.kind": "ps", "strategy.data.backup_workers": 2, "dp": 4, "tp": 2, "global_batch": 12}
+    supervisor = Supervisor(Job(tiny_config(settings), tiny_plan(settings), tmp_path))
+    supervisor._pids = [0] * 9
+
+    def fork(rank: int, code: int | None) -> int:
+        """Fork a rank. code: below 0 a signal; None: it does not exit by itself."""
+
+        def run() -> int:
+            if code is None:
+                time.sleep(60)
+            elif code < 0:
+                os.kill(os.getpid(), -code)
+            return code or 0
+
+        pid = processes.fork(run)
+        supervisor._heartbeats.beat(rank, 1, "step")
+        supervisor._alive[rank], supervisor._pidfds[rank] = pid, os.pidfd_open(pid)
+        return pid
+
+    def exit_at_once(codes: dict[int, int]) -> None:
+        for pid in [fork(rank, code) for rank, code in codes.items()]:
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        supervisor._reap()
+
+    other = fork(6, None)
+    assert not supervisor._is_spare(1, -signal.SIGKILL), "worker 0 writes the records"
+    exit_at_once({7: -signal.SIGKILL})
+    assert os.waitid(os.P_PID, other, os.WEXITED | os.WNOWAIT).si_status == signal.SIGKILL
+    exit_at_once({4: 1, 5: -signal.SIGKILL})  # a collective has failed on rank 4, because rank 5 has died
+    assert not supervisor._failures and supervisor._lost == {4, 5, 6, 7}
+    said = capsys.readouterr().err
+    assert re.findall("rank (.) died: SIGKILL.* with (.) workers", said) == [("7", "3"), ("5", "2")]
+    exit_at_once({3: -signal.SIGKILL})
+    assert [failure.rank for failure in supervisor._failures] == [3]
     supervisor.end_all()
