@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from parallelrun.strategies.data.ps import apply_log
 from parallelrun.strategies.data.ps.apply_log import AppliedUpdate, ApplyLogReader, DroppedPush, LogStatistics, Push
-from parallelrun.strategies.data.ps.connections import WorkerConnections
+from parallelrun.strategies.data.ps.connections import PeerLost, WorkerConnections
 from parallelrun.strategies.data.ps.protocol import Ask, ServerReply, WorkerRequest
+from parallelrun.strategies.data.ps.server import Server
 from parallelrun.strategies.data.ps.synchronization import Barrier, WorkerClocks
 
 
@@ -93,6 +96,25 @@ def test_the_ranks_of_a_worker_make_one_request_and_get_weights_of_one_version()
     worker.requests |= {0: WorkerRequest(Ask.UPDATE, 4, 6), 1: WorkerRequest(Ask.UPDATE, 4, 5)}
     with pytest.raises(AssertionError, match="ranks of one worker differ"):
         worker.request()
+
+
+def test_a_rank_whose_request_waits_for_a_lost_rank_of_its_worker_is_lost_too() -> None:
+    server, ranks, lost = Server.__new__(Server), [Rank(0, 0), Rank(1, 0)], []
+    server._changed, server._error, server._clocks = threading.Condition(), None, clocks(0)
+    server._workers = [WorkerConnections(0, ranks)]
+
+    def ask() -> None:
+        with pytest.raises(PeerLost, match="another rank of the worker of rank 0"):
+            server._do_once(ranks[0], WorkerRequest(), server._read)
+        lost.append(0)
+
+    waiting = threading.Thread(target=ask, daemon=True)
+    waiting.start()
+    with server._changed:
+        server._clocks.lost.add(0)
+        server._changed.notify_all()
+    waiting.join(10)
+    assert lost == [0]
 
 
 def applied(version: int, worker: int, pulled: int, **more) -> AppliedUpdate:
