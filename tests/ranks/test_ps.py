@@ -321,19 +321,25 @@ def test_in_fp16_what_overflows_is_skipped_until_the_scale_fits(tmp_path, overri
     for worker in range(3):
         mine = [row.applied for row in rows if worker in {push.worker for push in row.pushes}]
         assert len(mine) == 14 and not any(mine[:3]) and sum(mine) >= 2
+    assert max(row.norm for row in rows if row.applied) < 10, "unscaled"
     assert document(tmp_path, "summary.json")["state"] == "done"
 
 
 # checkpoints
 
 
-@pytest.mark.parametrize("overrides", [TP_PP, {"dp": 1, **ASYNC}], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "overrides",
+    [TP_PP, {"dp": 1, "pp": 2, **RESNET, **ASYNC, "model.norm_samples": "local"}],
+    ids=["sync", "async, running statistics of two stages"],
+)
 def test_a_resumed_run_continues_bit_for_bit(tmp_path, overrides) -> None:
     settings = {"steps": 4, "checkpoint.every": 2, "checkpoint.keep": 5, **overrides}
     run(tmp_path / "whole", settings, change="slow_copies")
     run(tmp_path / "rest", {**settings, "resume": str(tmp_path / "whole" / "checkpoints" / "step_2")})
     whole, rest = final_weights(tmp_path / "whole"), final_weights(tmp_path / "rest")
     assert all(torch.equal(whole[name], rest[name]) for name in whole)
+    assert all(value.any() for name, value in whole.items() if name.endswith("running_mean"))
     assert [line["step"] for line in metrics(tmp_path / "rest")][-1] == (4 if overrides is TP_PP else 2)
 
 
