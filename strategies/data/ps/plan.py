@@ -200,13 +200,15 @@ class ParameterServer(DataStrategy):
         return Explanation("data", self.kind, text, source, ranks, 1, AXIS, exchanges)
 
     def server_memory(self, server: int, plan: Plan) -> Memory:
-        """Bytes of one server: weights, an update's gradient, the optimizer's state, and a buffer for the push and one
-        for the answer of each rank of each worker."""
+        """Bytes of one server: weights (of the first one also those that are not trained), an update's gradient, the
+        optimizer's state, and buffers for the push and the answer of each rank of each worker, and for what the first
+        worker gives to be saved."""
         weights = sharding(plan).num_bytes[server]
+        frozen = 0 if server else BYTES[plan.precision.stored] * sum(shard.numel for shard in frozen_shards(plan))
         pushes = plan.num_replicas * weights
         pulls = plan.num_replicas * sum(size for _, size in of_ranks(server, plan))
         states, not_counted = weights * plan.optimizer_states, ("the framework's own memory",)
-        return Memory(weights, weights + pushes, states, 0, pulls, not_counted)
+        return Memory(weights + frozen, weights + pushes, states, 0, pulls + frozen, not_counted)
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """A rank pulls its part of the weights of each server into a buffer."""

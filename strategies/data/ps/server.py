@@ -93,7 +93,7 @@ class Server:
                 channel.send_header(reply)
                 if payload is not None and payload.numel():
                     channel.send(payload, PULL)
-                messages = channel.flush()
+                messages, payload = channel.flush(), None
                 if request.ask == Ask.UPDATE:
                     connection.exchanged(messages)
             with self._changed:
@@ -137,7 +137,8 @@ class Server:
         frozen = [self._store.frozen[piece.number].tensor[piece.in_shard] for piece in own]
         if request.ask == Ask.READ_FROZEN:
             return ServerReply(), flatten(frozen)
-        flat = connection.channel.receive(torch.empty_like(flatten(frozen)), PUSH)
+        flat = frozen[0].new_empty(sum(part.numel() for part in frozen))
+        connection.channel.receive(flat, PUSH)
         with self._changed:
             self._checkpoints.before_update()
             unflatten(flat, frozen)
@@ -181,9 +182,8 @@ class Server:
     def _join_update(self, worker: int, request: WorkerRequest) -> ServerReply:
         """Make one update per clock, of several pushes (sync, backup workers, ssp with staleness 0)."""
         clock = request.clock
-        self._wait_until(
-            lambda: clock <= self._store.version + 1
-        )  # another server may be ahead, and its reply was used
+        # Another server may be ahead, and its reply was used.
+        self._wait_until(lambda: clock <= self._store.version + 1)
         version = self._store.version
         if clock <= version:
             self._log(DroppedPush(self._index, worker, clock, request.pulled, version))

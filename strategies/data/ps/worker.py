@@ -51,7 +51,8 @@ class Worker:
     def begin(self) -> int:
         """Pull the weights; return the last clock that this worker has completed (0 unless the run was resumed)."""
         reply = self.client.read()
-        self.client.read_frozen()
+        if self.training.config.resume:
+            self.client.read_frozen()
         self._pushed_at = time.perf_counter()
         return reply.clock
 

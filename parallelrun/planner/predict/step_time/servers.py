@@ -39,8 +39,9 @@ def exchange(plan: Plan, cluster: ClusterConfig, rates: Rates, computing_s: floa
     if own is None or inside is None or any(seconds is None for seconds in of_servers):
         return None
     busiest = max(seconds or 0.0 for seconds in of_servers)
-    heaviest = max((plan.data.server_memory(server, plan) for server in numbers), key=lambda memory: memory.total)
-    update = streaming_s(2 * heaviest.optimizer + 3 * heaviest.weights, OPTIMIZER_KERNELS, rates)
+    heaviest = max((plan.data.server_memory(server, plan) for server in numbers), key=lambda memory: memory.gradients)
+    updated = heaviest.gradients / (1 + plan.num_replicas)  # gradients: of an update, and of every push
+    update = streaming_s(2 * heaviest.optimizer + 3 * updated, OPTIMIZER_KERNELS, rates)
     if plan.data.in_step:
         return inside + 2 * max(own, busiest), update
     served = 2 * busiest + plan.num_replicas * update  # every push is an update of its own

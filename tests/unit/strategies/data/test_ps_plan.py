@@ -14,10 +14,12 @@ from parallelrun.launch.failures import failure
 from parallelrun.launch.host import directory
 from parallelrun.planner.contract.parameters import held_parameters
 from parallelrun.planner.facts.document import document, server_rows
+from parallelrun.planner.predict import prediction
 from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.ps.plan import sharding
 from parallelrun.strategies.data.ps.shards import Shard, assign, num_rows, pieces
 from tests.plans import tiny_config, tiny_plan
+from tests.vision import RESNET
 
 PS = {"strategy.name": "ps", "strategy.data.kind": "ps", "strategy.demo": {"dp": 3}, "global_batch": 12}
 FREE = {"dp": None, "tp": None, "pp": None}
@@ -190,6 +192,15 @@ class TestPrediction:
         assert [row["rank"] for row in written["servers"]] == [3, 4]
         assert max(row["of_mean"] for row in server_rows(found)) == pytest.approx(sharding(found).imbalance)
         assert written["axes"][1] == {"axis": "dp", "degree": 3, "groups": 1, "first_group": [0, 1, 2]}
+
+    def test_the_first_server_has_the_frozen_weights_too_but_does_not_update_them(self):
+        found = tiny_plan({**PS, **RESNET, "dp": 3, "servers": 2, "global_batch": 12})
+        parameters = found.spec.parameters.values()
+        frozen, trained = (4 * sum(p.numel for p in parameters if p.frozen == kind) for kind in (True, False))
+        first, second = (prediction.memory(found, rank) for rank in (3, 4))
+        assert frozen and first.weights + second.weights == trained + frozen
+        assert (first.weights - frozen, second.weights) == sharding(found).num_bytes
+        assert first.gradients + second.gradients == (1 + 3) * trained
 
 
 def test_a_large_model_on_many_servers_is_planned_at_once():
