@@ -76,8 +76,9 @@ def test_newton_schulz_of_fp64_is_that_of_torch_but_for_its_rounding():
     assert 0.65 < singular.min() <= singular.max() < 1.25
 
 
+EXPERTS = {"model.experts": 2, "model.expert_period": 1}
 MODELS = {
-    "experts": ({"model.experts": 2, "model.expert_period": 1}, {"router", "up", "down"}, {"embedding"}),
+    "experts": ({**EXPERTS, "model.expert_bias": True}, {"router", "up", "down"}, {"embedding", "bias"}),
     "images": (RESNET, {"convolution1", "stem"}, {"classifier", "norm"}),
     "bert": ({"model.name": "bert"}, {"transform", "down"}, {"embedding", "bias"}),
 }
@@ -88,6 +89,25 @@ def test_hidden_matrices_are_orthogonalised_and_nothing_else(overrides, inside, 
     names = muon_matrices(tiny_plan({**MUON, **overrides}))
     assert all(any(part in name for name in names) for part in inside), sorted(names)
     assert not any(part in name for name in names for part in outside), sorted(names)
+
+
+def work_of(overrides: dict[str, object]) -> torch.Tensor:
+    """The FLOPs and seconds of all matrices of one rank."""
+    plan = tiny_plan({**MUON, "model.hidden": 4096, **overrides})
+    (exchange,) = exchanges(plan, 0)
+    return torch.tensor([sum(k.flops * n for k, n in exchange.owned({})), orthogonalising_s(plan, CLUSTER, RATES)])
+
+
+def test_an_expert_is_a_matrix_of_its_own():
+    assert muon.rate_factor("original", (4, 18, 2)) == muon.rate_factor("original", (18, 2)) == 3
+    dense, two, six = (work_of(more) for more in ({}, EXPERTS, {**EXPERTS, "model.experts": 6}))
+    torch.testing.assert_close(six - two, 4 * (two - dense), rtol=0.02, atol=0)  # but for routers
+    torch.testing.assert_close(work_of({"model.layers": 3}), 3 * dense)
+
+
+def test_axes_that_share_a_dim_are_gathered_from_the_last():
+    (exchange,) = exchanges(tiny_plan({**MUON, "dp": 2, "tp": 2, "strategy.data.kind": "zero1"}), 0)
+    assert exchange.axes == ("dp", "tp")  # of rows, dp splits what tp has split
 
 
 def test_the_first_rank_owns_most_and_all_own_nearly_as_much():

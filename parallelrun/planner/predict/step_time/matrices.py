@@ -24,5 +24,6 @@ def orthogonalising_s(plan: Plan, cluster: ClusterConfig, rates: Rates) -> float
         for kind, count in exchange.owned(coordinate):
             short, long = kind.sides
             products = (short, long, short), (short, short, short), (short, short, long)
-            seconds += count * NS_STEPS * sum(product_s(*sizes, width, rates) for sizes in products)
+            of_one = NS_STEPS * sum(product_s(*sizes, width, rates) for sizes in products)
+            seconds += count * max(1, kind.experts) * of_one
     return seconds
