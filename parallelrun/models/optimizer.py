@@ -15,7 +15,7 @@ from parallelrun.distributed import torch_private
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.models import host_copies
 from parallelrun.models.muon import Muon
-from parallelrun.planner.contract.optimizers import ADAMW, MUON, OPTIMIZERS, muon_matrices
+from parallelrun.planner.contract.optimizers import ADAMW, MUON, OPTIMIZERS, is_matrix, muon_matrices
 from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.contract.plan import Plan
 
@@ -23,7 +23,7 @@ STEP = "step"
 
 
 class Optimizer:
-    """Updates local tensors. Weight decay applies to logical tensors of two or more dims, not to biases and norms."""
+    """Updates local tensors. Weight decay applies to logical matrices, not to biases and norms."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class Optimizer:
             config, own = replace(config, name=ADAMW), (config, plan, mesh)
             matrices = [p for p in parameters if p.spec.name in muon_matrices(plan)]
         names = {p.name for p in matrices}
-        decayed = [p.tensor for p in parameters if len(p.spec.shape) >= 2 and p.name not in names]
-        plain = [p.tensor for p in parameters if len(p.spec.shape) < 2]
+        decayed = [p.tensor for p in parameters if is_matrix(p.spec) and p.name not in names]
+        plain = [p.tensor for p in parameters if not is_matrix(p.spec)]
         groups = [
             {"params": tensors, "weight_decay": decay}
             for tensors, decay in ((decayed, config.weight_decay), (plain, 0.0))

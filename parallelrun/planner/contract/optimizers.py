@@ -43,6 +43,11 @@ OPTIMIZERS = {
 }
 
 
+def is_matrix(spec: ParameterSpec) -> bool:
+    """Whether a parameter has two dims or more, besides that of experts: it is no bias, nor a norm's weight."""
+    return len(spec.shape) > 1 + (spec.layer_role == "expert")
+
+
 def update_rule(spec: ParameterSpec, plan: Plan) -> str:
     """The optimizer that updates a parameter: the plan's, but AdamW for what is no matrix under Muon."""
     return ADAMW if plan.optimizer == MUON and spec.name not in muon_matrices(plan) else plan.optimizer

@@ -17,13 +17,14 @@ from parallelrun.planner.model.model_spec import Initialiser, ParameterSpec
 
 ELEMENTWISE = [name for name, kind in OPTIMIZERS.items() if kind.elementwise]
 SHAPES = {"layer.weight": (4, 3), "layer.bias": (4,), "norm.weight": (3,)}
+EXPERTS = {"experts.up": (2, 4, 3), "experts.up_bias": (2, 4)}
 
 
 def make(shapes: dict[str, tuple[int, ...]] = SHAPES, rows: int | None = None) -> list[LocalParameter]:
     """Parameters of ones, of which this rank holds the first `rows` rows (None: all)."""
     found = []
     for name, shape in shapes.items():
-        spec = ParameterSpec(name, shape, Initialiser("ones"), "row_parallel")
+        spec = ParameterSpec(name, shape, Initialiser("ones"), "expert" if name in EXPERTS else "row_parallel")
         tensor = torch.ones(shape, dtype=torch.float64)[: shape[0] if rows is None else rows]
         found.append(LocalParameter(name, tensor, spec, Layout.replicated(len(shape))))
     return found
@@ -36,12 +37,13 @@ def gradients(parameters: list[LocalParameter], seed: int) -> None:
 
 
 def test_only_logical_matrices_decay():
-    parameters = make()
+    parameters = make(SHAPES | EXPERTS)
     for parameter in parameters:
         parameter.tensor.grad = torch.zeros_like(parameter.tensor)
     Optimizer(OptimizerConfig(name="sgd", weight_decay=0.5), parameters).step(0.1)
-    values = {p.name: float(p.tensor.flatten()[0]) for p in parameters}
-    assert values == pytest.approx({"layer.weight": 1 - 0.1 * 0.5, "layer.bias": 1.0, "norm.weight": 1.0})
+    decayed = {p.name for p in parameters if float(p.tensor.flatten()[0]) == pytest.approx(1 - 0.1 * 0.5)}
+    assert decayed == {"layer.weight", "experts.up"}
+    assert all(p.tensor.eq(1).all() for p in parameters if p.name not in decayed)
 
 
 @pytest.mark.parametrize(
