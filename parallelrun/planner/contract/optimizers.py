@@ -63,19 +63,21 @@ def muon_matrices(plan: Plan) -> frozenset[str]:
     """The names of the parameters that Muon updates: weights of hidden products, an expert's each by itself.
 
     The matrix is the logical one, q, k, v, gate and up apart, as Jordan's and Moonlight's Muon split fused ones; a
-    convolution's kernels are rows. Embeddings, output layers, adapters, norms and biases are AdamW's, and so is any
-    parameter of a user's module that is no `nn.Linear`.
+    convolution's kernels are rows. Embeddings, output layers, adapters, norms and biases are AdamW's, and so is
+    what a user's module has but `nn.Linear` and kernels of 4 dims.
     """
     layers = plan.spec.layers()
     return frozenset(p.name for layer in layers for p in layer.parameters if _is_muon_matrix(p, layer, plan.spec))
 
 
 def _is_muon_matrix(parameter: ParameterSpec, layer: LayerSpec, spec: ModelSpec) -> bool:
-    num_dims, role = len(parameter.shape), parameter.layer_role
-    if role in ("column_parallel", "row_parallel", "router", "expert"):
-        return num_dims in ((3,) if role == "expert" else (2, 4)) and not parameter.is_adapter
-    is_product = role == "linear" or "row_parallel" in layer.possible_roles or (not role and num_dims == 4)
-    return is_product and num_dims > 1 and parameter.shape[0] != spec.vocab  # an output layer has a row for each class
+    role = parameter.layer_role
+    is_known = role in ("column_parallel", "row_parallel", "router", "expert")
+    is_product = is_known or role == "linear" or "row_parallel" in layer.possible_roles
+    is_product |= not role and len(parameter.shape) == 4
+    has_classes = parameter.shape[0] == spec.vocab  # as rows; an inner layer may be as wide
+    is_output = has_classes and (not is_known or layer == spec.blocks[-1].layers[-1])
+    return is_product and is_matrix(parameter) and not parameter.is_adapter and not is_output
 
 
 def readers(key: str) -> str:

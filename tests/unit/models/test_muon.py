@@ -23,7 +23,7 @@ from parallelrun.planner.predict.step_time.spread import OPTIMIZER
 from parallelrun.planner.predict.step_time.step import StepModel
 from tests.plans import llama, tiny_config, tiny_plan
 from tests.unit.planner.predict.step_time.test_step_time import CLUSTER, RATES
-from tests.vision import RESNET
+from tests.vision import RESNET, VGG
 
 MUON = {"optimizer.name": "muon", "optimizer.momentum": 0.9, "model.layers": 1}
 
@@ -80,6 +80,7 @@ EXPERTS = {"model.experts": 2, "model.expert_period": 1}
 MODELS = {
     "experts": ({**EXPERTS, "model.expert_bias": True}, {"router", "up", "down"}, {"embedding", "bias"}),
     "images": (RESNET, {"convolution1", "stem"}, {"classifier", "norm"}),
+    "linear layers behind images": ({**VGG, "tp": 2}, {"convolution", "fc2"}, {"fc3", "bias"}),
     "bert": ({"model.name": "bert"}, {"transform", "down"}, {"embedding", "bias"}),
 }
 
