@@ -104,9 +104,8 @@ class OffloadedOptimizer(Optimizer):
         both = list(zip(self._on_device, self._tensors.values()))
         for tensor, host in both:
             host.copy_(tensor, non_blocking=True)
-            if tensor.grad is None:
-                host.grad = None
-            elif host.grad is None:
+            assert tensor.grad is not None
+            if host.grad is None:
                 host.grad = host_copies.host_copy(tensor.grad)
             else:
                 host.grad.copy_(tensor.grad, non_blocking=True)
@@ -131,7 +130,9 @@ class Lion:
         for group in self.param_groups:
             for tensor in group["params"]:
                 state = self.state.setdefault(tensor, {})
-                average = state.setdefault("exp_avg", torch.zeros_like(tensor))
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(tensor)
+                average = state["exp_avg"]
                 tensor.mul_(1 - group["lr"] * group["weight_decay"])
                 tensor.add_(average.lerp(tensor.grad, 1 - first).sign_(), alpha=-group["lr"])
                 average.lerp_(tensor.grad, 1 - second)
