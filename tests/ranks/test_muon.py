@@ -10,7 +10,10 @@ from parallelrun.training.verify.measure import BOUNDS
 from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 from tests.plans import llama
+from tests.ranks.test_frozen import MODULE as FROZEN
+from tests.ranks.test_frozen import SCATTERED
 from tests.ranks.test_latent_parity import LATENT
+from tests.ranks.test_model_parity import Frozen
 from tests.vision import RESNET
 
 KIND = "strategy.data.kind"
@@ -20,12 +23,14 @@ MUON: dict[str, Any] = {
     **llama(), "model.layers": 2, "model.vocab": 37, "dataset.vocab": 37, "global_batch": 16, "optimizer.clip": 0.3,
     "optimizer.name": "muon", "optimizer.momentum": 0.9, "verify.optimizer": "same", "verify.steps": 2,
 }  # fmt: skip
+OPTIMIZER = {key: value for key, value in MUON.items() if key.startswith(("optimizer.", "verify."))}
 MOE = {**MUON, "model.experts": 4, "model.expert_period": 2}
 FEW = {**MOE, "model.experts": 2, "model.ffn": 33, "dp": 4, "ep": 2}  # a copy gets nothing of an expert's odd matrix
 CELLS: dict[str, dict[str, Any]] = {
     "zero1 x tp": {**MUON, "dp": 2, "tp": 2, **ZERO1},
     "2d": {**MUON, "tp": 4, "layout": "2d"},
     "fsdp, empty shards of experts": {**FEW, **FSDP},
+    "zero1, frozen": {**FROZEN, **ZERO1, "dp": 2, **OPTIMIZER, "model.arguments": Frozen({"frozen": SCATTERED})},
 }
 MORE: dict[str, dict[str, Any]] = {
     "tp": {**MUON, "tp": 2, "optimizer.adjust_lr_fn": "original"},
@@ -45,7 +50,7 @@ MORE: dict[str, dict[str, Any]] = {
     "zero1, empty chunks of experts": {**FEW, **ZERO1},
     "zero1, inside of every expert": {**MOE, "model.experts": 6, "dp": 4, "ep": 2, **ZERO1},
     "latent attention, tp": {**MUON, "model.kv_heads": None, **LATENT, "tp": 2},
-    "convolutions, zero1": {**RESNET, "dp": 2, **ZERO1, **{k: v for k, v in MUON.items() if k[:3] in ("opt", "ver")}},
+    "convolutions, zero1 x tp": {**RESNET, "dp": 2, "tp": 2, **ZERO1, **OPTIMIZER},
     "local sgd x tp": {**MUON, "dp": 2, "tp": 2, **LOCAL, "strategy.data.sync_every": 2},
     "diloco": {**MUON, "dp": 2, **DILOCO, "strategy.data.sync_every": 2},
     "adasum": {**MUON, "dp": 2, KIND: "horovod", "strategy.data.reduction": "adasum"},

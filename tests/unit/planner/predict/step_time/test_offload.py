@@ -47,6 +47,7 @@ def test_a_cluster_without_the_rate_has_no_time():
     [
         ({"dp": 2, "servers": 1, "strategy.data.kind": "ps"}, "servers have the optimizer's state"),
         ({"sdc.every": 2}, "sdc.every compares the optimizer's state"),
+        ({"optimizer.name": "muon"}, "optimizer=muon exchanges parts of its update"),
     ],
 )
 def test_state_on_the_host_that_others_need_is_refused(overrides, message):
