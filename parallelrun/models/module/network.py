@@ -57,6 +57,7 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
         network.module, network.takes_batch = module, spec.own_loss
     if (config.tp or 1) > 1:
         shared_memory.keep_out_of_graphs()  # of a module that compiles itself
+        torch.backends.mha.set_fastpath_enabled(False)  # in which torch's encoder layers read weights of split layers
     shards_weights = data_strategy(config.strategy.data.kind).shards_weights and (config.dp or 1) > 1
     if (config.tp or 1) > 1 or (config.pp or 1) > 1 or shards_weights:
         # the module that it has then: a stage's copy, with the layers of a tensor strategy
