@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from parallelrun.base.errors import ConfigError, Problem, with_article
 from parallelrun.base.precision import TABLE
@@ -121,7 +122,7 @@ def _add_update(scale: float, layer: Any, inputs: tuple[Tensor, ...], out: Tenso
 def _targets(module: nn.Module, patterns: list[str], vocab: int, title: str) -> dict[str, Any]:
     """The target layers by name; without patterns all linear layers but the output layer, as peft's `all-linear`."""
     named = {name: part for name, part in module.named_modules() if name}
-    linear = {name: part for name, part in named.items() if isinstance(part, nn.Linear) or is_transposed(part)}
+    linear = {name: part for name, part in named.items() if _is_linear(part)}
     if not patterns:
         output = _output_layer(module, linear, vocab)
         chosen = {name: part for name, part in linear.items() if part is not output}
@@ -140,6 +141,13 @@ def _targets(module: nn.Module, patterns: list[str], vocab: int, title: str) -> 
             message = f"{KEY}: the weight of {name} is tied to another layer's, which merging would change too"
             raise ConfigError(Problem(message, KEY, kind="undefined"))
     return chosen
+
+
+def _is_linear(part: nn.Module) -> bool:
+    """Whether a layer is linear and is called: torch's attention only reads the weights of its output layer."""
+    return is_transposed(part) or (
+        isinstance(part, nn.Linear) and not isinstance(part, NonDynamicallyQuantizableLinear)
+    )
 
 
 def _matches(name: str, pattern: str) -> bool:

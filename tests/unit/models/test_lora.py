@@ -24,7 +24,7 @@ from parallelrun.planner.resolve.suggest import with_adapters
 from tests.extras import needs
 from tests.hugging_face_families import overrides
 from tests.plans import narrow_config, tiny_config
-from tests.unit import user_net
+from tests.unit import staged_nets, user_net
 
 NET = {"model.name": "module", "model.preset": "module", "model.source": f"{user_net.__file__}:build"}
 
@@ -78,6 +78,11 @@ def test_an_adapter_adds_its_scaled_product() -> None:
 )
 def test_targets_are_names_or_their_ends(patterns: list[str], names: set[str]) -> None:
     assert targets(config(model__lora__targets=patterns), 64) == names
+
+
+def test_a_layer_that_is_never_called_is_no_target() -> None:
+    made = config(model__source=f"{staged_nets.__file__}:patches", dataset__name="digits")
+    assert {name.rpartition(".")[2] for name in targets(made, 10)} == {"head", "linear1", "linear2"}
 
 
 @pytest.mark.parametrize(
