@@ -36,11 +36,17 @@ class Net(nn.Module):
         self.head = nn.Linear(hidden, vocab, bias=False)
         if tied:
             self.head.weight = self.embed.weight
+        if twist == "a weight of a block":
+            self.table = self.embed.weight
+        if twist == "two names":
+            self.first = self.last = nn.Parameter(torch.ones(hidden))
 
     def forward(self, tokens: Tensor) -> Tensor:
         _, seq = tokens.shape
         numbers = torch.arange(seq, device=tokens.device)
         x = start = self.drop(self.embed(tokens) + self.positions(numbers)) * 1.5
+        if self.twist == "two names":
+            x = x * self.first
         mask = torch.ones(seq, seq, dtype=torch.bool, device=x.device).tril()
         if self.twist == "mask of values":
             mask = mask & ((tokens % 2 == 0)[:, None, None] | torch.eye(seq, dtype=torch.bool, device=x.device))
@@ -61,7 +67,7 @@ class Net(nn.Module):
         if self.twist == "skip, into a tensor":
             torch.add(x.detach(), start.detach(), out=(both := torch.empty_like(x.detach())))
             x = x + both
-        return self.head(self.norm(x))
+        return self.head(self.norm(x) * self.last if self.twist == "two names" else self.norm(x))
 
 
 def build(vocab: int, seq: int, hidden: int, layers: int = 2, tied: bool = False, twist: str = "") -> nn.Module:

@@ -80,6 +80,10 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     is_built_in = has("strategies", f"tensor.{tensor}")
     if is_built_in and tensor_strategy(tensor).asks_for_slices(config) and kind == "tokens" and is_small:
         slices.check(config, vocab, shape[0])
+    for pair in (tied := _tied(module)):
+        outside = [name for name in pair if not any(name.startswith(f"{block.name}.") for block in blocks)]
+        if len(outside) == 1:
+            raise undefined(f"parameter {outside[0]} is in no block, and tied to one of a block", "leave model.blocks out")
     norms = (part.kind for part in module.modules() if isinstance(part, layers.HiddenNorm))
     spec = ModelSpec(
         name=config.model.preset,
@@ -94,7 +98,7 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
         kv_heads=samples.positive_attribute(module, "kv_heads") or heads,
         seq=shape[0] if kind == "tokens" else 0,
         norm=next(norms, "layernorm"),  # decides the norms' traffic under a grid; the first where they differ
-        tied=_tied(module),
+        tied=tied,
         own_loss=config.model.loss is not None,
         experts=experts,
         router=own_experts.router_spec(choices),

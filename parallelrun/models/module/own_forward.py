@@ -166,6 +166,7 @@ class OwnForwardNetwork(Network):
         if not self._is_first:
             names.update(f"{ROOT}.{name}" for name in self.how.before)
         names.update(name for block in self.spec.blocks if block.name not in blocks for name in block.outside)
+        names.update(copy for copy, original in self.spec.tied if original in names)
         paths = {name.removeprefix(f"{ROOT}.") for name in names}
         self.module = _with_stand_ins(self.module, paths, self._answer, self._elsewhere)
 

@@ -68,6 +68,8 @@ def test_a_split_at_another_place_is_refused() -> None:
         ("mask of values", {}, "more of earlier stages, or of the inputs"),
         ("branch on values", {}, "reads values"),
         ("looped", {}, "twice"),
+        ("two names", {}, "more of earlier stages"),
+        ("a weight of a block", {}, "module.table is in no block, and tied to one of a block"),
         ("between blocks, in place", {}, "in place"),
         ("", {"model__before": ["embed", "drop"]}, "in front of"),
         ("", {"model__blocks": ["layers.1", "layers.0"]}, "in front of"),
