@@ -8,7 +8,7 @@ defaults: what refuses a composition is about one axis or two.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from functools import cache
 from itertools import combinations, product
@@ -114,16 +114,19 @@ def _of_axis(base: Config, axis: str, tp: int) -> list[Settings]:
     default, settings = getattr(base.strategy, axis).kind, []
     for kind in kinds(axis):
         of_kind = {} if kind == default else {f"strategy.{axis}.kind": kind}
-        changes: Iterable[Settings] = _switches(axis, kind)
-        if axis == "tensor":
-            shapes = [vars(choice.config) for choice in tensor_strategy(kind).layout_choices(tp)]
-            usual = vars(config_class(axis, kind)())
-            changes = (
-                {f"strategy.tensor.{key}": value for key, value in shape.items() if value != usual.get(key)}
-                for shape in shapes
-            )
-        settings += [setting for change in changes if (setting := of_kind | change)]
+        changes = _shapes(kind, tp) if axis == "tensor" else _switches(axis, kind)
+        settings += [of_kind | change for change in changes if of_kind or change]
     return settings
+
+
+def _shapes(kind: str, tp: int) -> list[Settings]:
+    """The shapes of a layout in its own keys: of a plug-in, choices that it inherits may have others, and be equal."""
+    usual, changes = vars(config_class("tensor", kind)()), list[Settings]()
+    for shape in [vars(choice.config) for choice in tensor_strategy(kind).layout_choices(tp)] or [usual]:
+        own = {key: shape.get(key, value) for key, value in usual.items() if key not in NOT_VARIED}
+        change = {f"strategy.tensor.{key}": value for key, value in own.items() if value != usual[key]}
+        changes += [change] if change not in changes else []
+    return changes
 
 
 @cache

@@ -10,8 +10,11 @@ import pytest
 
 from parallelrun.cli.main import main
 from parallelrun.cli.tools import cells
+from parallelrun.config.schema.run_schema import Config
+from parallelrun.planner.search import cells as of_search
 from parallelrun.planner.search.cells import KINDS, MODELS
 from tests.matrix import FULL
+from tests.plugin.demo_plugin.always_sequence.plan import AlwaysSequence
 
 # Rules that may refuse as not built: the beginning of the rule's text, N for a number, and why it is not built.
 NOT_BUILT = {
@@ -50,6 +53,17 @@ def test_the_command_of_a_rule_is_refused_by_it(matrix: dict[str, Any], capsys: 
         assert main(["plan", *rule["example"].split()]) == 2
         said = " ".join(capsys.readouterr().err.split())
         assert re.search(re.escape(rule["rule"]).replace("N", r"[\d.,x]+"), said), rule
+
+
+def test_a_plug_ins_layout_with_inherited_choices_is_one_setting_of_its_own_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(of_search, "kinds", lambda axis: [AlwaysSequence.kind])
+    monkeypatch.setattr(of_search, "config_class", lambda axis, kind: AlwaysSequence.config_class)
+    monkeypatch.setattr(of_search, "tensor_strategy", lambda kind: AlwaysSequence)
+    assert of_search._of_axis(Config(), "tensor", tp=2) == [{"strategy.tensor.kind": AlwaysSequence.kind}]
+    monkeypatch.setattr(AlwaysSequence, "layout_choices", classmethod(lambda cls, tp: []))
+    assert of_search._of_axis(Config(), "tensor", tp=2) == [{"strategy.tensor.kind": AlwaysSequence.kind}]
 
 
 def test_ls_prints_it_in_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
