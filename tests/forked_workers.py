@@ -1,4 +1,4 @@
-"""Workers of pytest-xdist that are copies of one process, which has imported all test modules: `start(config, specs)`.
+"""Workers of pytest-xdist that are copies of one process, which has imported all test modules: `start(root, specs)`.
 
 Each worker would else spend eight seconds on importing torch, the program and the tests. xdist starts a worker by the
 Python that its `spec` names. Here that is this file as a script, which hands its streams to the process that has
@@ -7,22 +7,24 @@ imported everything, and waits until the copy that it makes of itself has ended.
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import socket
 import sys
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's to handle
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(f"\0{sys.argv[1]}")
         socket.send_fds(connection, [b"."], [0, 1, 2])
-        connection.recv(1)  # nothing comes: it is closed when the worker has ended
+        with contextlib.suppress(ConnectionError):  # reset, if the process ends while it still imports
+            connection.recv(1)  # nothing comes: it is closed when the worker has ended
         sys.exit()
 
-import contextlib
 import gc
 import importlib
 import os
 import shlex
-import signal
 import types
 from pathlib import Path
 from typing import Any, NoReturn
@@ -78,6 +80,7 @@ def _import_all(root: Path) -> None:
 def _serve(listener: socket.socket) -> NoReturn:
     """Fork a worker for each script that connects. It ends with the process that has started this one."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, workers clean up
     parent = os.getpid()
     while True:
         connection, _ = listener.accept()
@@ -86,6 +89,7 @@ def _serve(listener: socket.socket) -> NoReturn:
             try:
                 leave_with(parent)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 listener.close()
                 for place, descriptor in enumerate(streams):
                     os.dup2(descriptor, place)
