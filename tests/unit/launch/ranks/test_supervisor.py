@@ -92,7 +92,9 @@ def test_a_worker_of_several_ranks_is_lost_with_any_of_them(tmp_path: Path, caps
         supervisor._reap()
 
     other = fork(6, None)
-    assert not supervisor._is_spare(1, -signal.SIGKILL), "worker 0 writes the records"
+    for rank in (1, 3):
+        supervisor._heartbeats.beat(rank, 1, "step")
+    assert [supervisor._is_spare(rank, -signal.SIGKILL) for rank in (1, 3)] == [False, True], "worker 0 is not spare"
     exit_at_once({7: -signal.SIGKILL})
     assert os.waitid(os.P_PID, other, os.WEXITED | os.WNOWAIT).si_status == signal.SIGKILL
     exit_at_once({4: 1, 5: -signal.SIGKILL})  # a collective has failed on rank 4, because rank 5 has died
