@@ -8,10 +8,11 @@ import torch
 from torch.nn import functional
 
 from parallelrun.distributed import torch_private
-from parallelrun.models import functions
+from parallelrun.models import documents, dropout, functions
 from parallelrun.models.blockwise import blocks
 from parallelrun.models.blockwise.blocks import DroppedPart, Merged, attend_to_block, block_gradients
 from parallelrun.models.blockwise.tiles import document_tiles, tiles
+from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.functions import attend, attend_with_dropout
 from parallelrun.models.masked_layers import AttentionProduct
 from parallelrun.planner.contract.context_order import ORDERS, Span
@@ -177,32 +178,44 @@ def test_tiles_of_documents_are_the_pairs_inside_documents(order: str, causal: b
         assert np.array_equal(found, wanted), (lengths, found - wanted)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed, dropped"])
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("window", [None, 5])
-def test_sinks_and_soft_caps(window, softcap, monkeypatch):
-    """The cap comes before the mask; the sink joins the softmax once, as a key of value 0."""
+def test_sinks_and_soft_caps(window, softcap, packed, monkeypatch):
+    """The cap comes before the mask; the sink joins the softmax once, as a key of value 0, and drops with others."""
     monkeypatch.setattr(blocks, "ROWS", 7)  # several parts of the queries, which see other keys
-    product = AttentionProduct(0.0, 0, "product", torch.float64, True, window, softcap, num_sinks=4).double()
+    rate, ids = 0.3 if packed else 0.0, torch.tensor([7, 9])
+    product = AttentionProduct(rate, 0, "product", torch.float64, True, window, softcap, num_sinks=4).double()
     with torch.no_grad():
         product.sinks.copy_(torch.tensor([-1.0, 0.0, 1.0, 3.0]))
     query, key, value, grad = drawn(4), drawn(2, seed=1), drawn(2, seed=2), drawn(4, seed=3)
-    distance = torch.arange(SEQ).unsqueeze(1) - torch.arange(SEQ)
+    places = torch.arange(SEQ)
+    distance = places.unsqueeze(1) - places
     unseen = (distance < 0) | (distance >= (window or SEQ))
+    bounds = DocumentBounds.of([(9, 15), (4, 18)], SEQ) if packed else None
+    if bounds:
+        starts = (places - bounds.positions).unsqueeze(1)
+        others = (starts.unsqueeze(-1) != starts.unsqueeze(-2)) | ~bounds.is_token[:, None, :, None]
+        unseen = unseen | others
+    keep = dropout.keep_mask(product.key, ids, torch.arange(4 * SEQ), places, rate).view(2, 4, SEQ, SEQ)
 
     def written_out(query, key, value):
         scores = query @ key.repeat_interleave(2, 1).transpose(-2, -1) * 8**-0.5
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         sinks = product.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         joined = torch.cat((scores.masked_fill(unseen, float("-inf")), sinks), -1)
-        return joined.softmax(-1)[..., :-1] @ value.repeat_interleave(2, 1)
+        return (joined.softmax(-1)[..., :-1] * keep / (1 - rate)) @ value.repeat_interleave(2, 1)
 
     found, of_sinks = [], []
-    for attention in (product, written_out):
-        found.append(reference(query, key, value, grad, attention))
-        product.sinks.grad = None
-        attention(query, key, value).backward(grad)
-        of_sinks.append(product.sinks.grad)
+    with dropout.scope(ids), documents.scope(bounds):
+        for attention in (product, written_out):
+            found.append(reference(query, key, value, grad, attention))
+            product.sinks.grad = None
+            attention(query, key, value).backward(grad)
+            of_sinks.append(product.sinks.grad)
     assert largest(*found) < 1e-12 and largest(of_sinks[:1], of_sinks[1:]) < 1e-12
+    if packed:
+        return
     with torch.no_grad():
         last = product.of_last(query[:, :, -1:], key, value)
         assert largest([last], [written_out(query, key, value)[:, :, -1:]]) < 1e-12

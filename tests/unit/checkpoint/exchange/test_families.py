@@ -21,6 +21,7 @@ from parallelrun.config.from_hf import filled
 from parallelrun.config.schema.model_schema import ModelConfig, RouterConfig
 from parallelrun.models.gpt.dense_families import Llama, Mistral
 from parallelrun.models.gpt.qwen_families import Qwen3, Qwen3Moe
+from parallelrun.models.gpt.windowed_families import Gemma3, GptOss
 from parallelrun.models.transformer.modules import rotary
 from tests.exchange import SEQ, VOCAB, make, network_of, tokens
 from tests.extras import needs
@@ -280,3 +281,11 @@ def test_a_field_that_a_file_leaves_out_has_the_default_of_its_class() -> None:
     assert Qwen3().model_values({**bare, "hidden_size": 1024, "num_attention_heads": 16}, "file")["head_dim"] == 128
     moe = Qwen3Moe().model_values(bare, "file")
     assert (moe["vocab"], moe["hidden"], moe["kv_heads"], moe["router"]["renormalise"]) == (151936, 2048, 4, "none")
+    in_all, oss = {**bare, "layer_types": ["sliding_attention"] * 2}, GptOss()
+    assert [oss.model_values({**bare, "rope_scaling": YARN, **x}, "file")["global_period"] for x in ({}, in_all)] == [
+        2,
+        None,
+    ]
+    older = {**bare, "rope_scaling": {"factor": 2.0, "rope_type": "linear"}, "rope_local_base_freq": 5.0}
+    gemma = Gemma3().model_values(older, "file")
+    assert (gemma["local_rope_theta"], gemma["rope_theta"], gemma["rope_factor"]) == (5.0, 1e6, 2.0)

@@ -78,14 +78,20 @@ def by_loops(moe: MoE, x: Tensor) -> tuple[Tensor, Routing]:
     for a in range(routing.tokens.numel()):
         token, expert = int(routing.tokens[a]), int(routing.experts[a])
         if routing.kept[a]:
-            opened = [w[expert] @ tokens[token] for w in (experts.gate, experts.up) if w is not None]
+            pairs = (experts.gate, experts.gate_bias), (experts.up, experts.up_bias)
+            opened = [w[expert] @ tokens[token] + (0 if b is None else b[expert]) for w, b in pairs if w is not None]
             given = experts.down[expert] @ activate(experts.activation.kind, *opened)
+            given = given if experts.down_bias is None else given + experts.down_bias[expert]
             sums[token] = sums[token] + routing.weights[a] * given
     y = torch.stack(sums).view(x.shape)
     return (y if moe.shared is None else y + moe.shared(x)), routing
 
 
-@pytest.mark.parametrize("sizes", [{}, {"activation": "swiglu", "shared_experts": 2, "expert_ffn": 6}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"activation": "swiglu", "shared_experts": 2, "expert_ffn": 6, "expert_bias": True}],
+    ids=["default", "swiglu, a shared expert, biases"],
+)
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
 def test_output_and_gradients_are_those_of_loops(router: RouterConfig, sizes: dict[str, Any]) -> None:
     moe, (x, grad) = layer(router, **sizes), inputs()
@@ -156,7 +162,8 @@ def test_fp64_and_lines_that_no_kernel_takes_go_expert_by_expert(monkeypatch: py
 
 @pytest.mark.parametrize("activation", ["gelu", "relu", "swiglu"])
 def test_equally_many_rows_are_one_batched_product(activation: str) -> None:
-    experts = Experts(EXPERTS, HIDDEN, FFN, activation, torch.float64).double()
+    biases = [f"{name}_bias" for name in (*(["gate"] if activation == "swiglu" else []), "up", "down")]
+    experts = Experts(EXPERTS, HIDDEN, FFN, activation, torch.float64, biases).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in experts.parameters():
