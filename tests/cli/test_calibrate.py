@@ -32,6 +32,7 @@ def quickly(call: dict[str, Any]) -> int:
     return program_in(call)
 
 
+@pytest.mark.slow
 def test_a_calibration_writes_a_cluster(tmp_path):
     def program(*words: str) -> subprocess.CompletedProcess[str]:
         done = run_to_end(

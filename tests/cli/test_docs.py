@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,6 +73,11 @@ def fewer_points(words: list[str]) -> list[str]:
     return [re.sub("=.*,", "=", word) if word in others else word for word in words]
 
 
+def slow_sweep(words: list[str]) -> Any:
+    """Sweeps take as long as all their points."""
+    return pytest.param(words, marks=[pytest.mark.slow] if "-m" in words else [])
+
+
 # tests/cli/test_resume.py, tests/unit/docs/test_pages.py, tests/unit/planner/search/test_cells.py
 ELSEWHERE = {"resume=latest", "explain=true", "cells"}
 CALLS = [words for words in as_the_shell_splits(printed_lines()) if not ELSEWHERE & {*words}]
@@ -130,7 +136,7 @@ def _forget_plug_ins() -> None:
                 function.cache_clear()
 
 
-@pytest.mark.parametrize("words", PLANNED, ids=" ".join)
+@pytest.mark.parametrize("words", [*map(slow_sweep, PLANNED)], ids=" ".join)
 def test_a_printed_command_is_legal(words: list[str], own_files, composed_once, capsys, monkeypatch) -> None:
     """Its rank among all plans, which takes most of the time, is not computed (tests/cli/test_search.py)."""
     monkeypatch.setattr(search, "ranked", lambda *of_plan: None)

@@ -274,6 +274,7 @@ def test_nothing_listens_but_gloo_on_loopback(tmp_path, backend, expected):
     assert addresses == expected  # as /proc/net/tcp writes 127.0.0.1
 
 
+@pytest.mark.slow
 def test_exec_d_ranks_behave_like_forked_ones(tmp_path):
     run = run_launcher(tmp_path, {"rank": 1, "do": "raise"}, method="exec", overrides={"dp": 2})
     assert run.wait() == 6, run.stderr

@@ -28,6 +28,7 @@ def test_a_run_of_our_launcher_offers_nothing_to_attack(tmp_path, stranger):
     assert "Error" not in stranger.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token", ["a secret", ""])
 def test_ranks_that_meet_over_a_network_do_not_mind(tmp_path, stranger, token):
     """Without a secret, too: this attacker knows torch's store, but not the name of the job."""

@@ -48,6 +48,7 @@ def train(cp):
         return train_step(training, 1, 0.01, LossScaler(config.precision, scaled=False)).loss
 
 
+@pytest.mark.slow
 def test_four_ranks_hold_what_one_cannot():
     with pytest.raises(RanksFailed, match=r"(?i)alloc.* memory"):
         run_ranks(1, train, 1)

@@ -27,6 +27,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", ROUTERS if FULL else ["switch"])
 def test_scores_that_tie_but_for_rounding_are_decided_alike(router: str) -> None:
     document = parity({**EXPERTS, **ROUTERS[router]})

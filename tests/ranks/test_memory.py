@@ -270,7 +270,11 @@ SELDOM = {
     "loss in chunks bf16", "loss in chunks, 1f1b",
     "fsdp x zero bubble, reduced in each pass",
     "loss in chunks, fsdp bf16", "zbv",
-    "soft caps, long, cp",
+    "soft caps, long, cp", "latent", "norms of results, tp sequence full", "window, long, cp", "fsdp, reduced once",
+    "norms of all heads and of results, tp sequence selective", "2.5d", "loss in chunks, zero bubble bf16",
+    "diloco, highest when replicas meet, two buckets", "2d llama, norms of heads, gathered again", "offload, zbv",
+    "2d of one row full", "powersgd, experts", "moe, ep over dp x tp, sequence", "bert", "ddp", "packed",
+    "resnet offload bf16, several sets", "resnet, sets of a microbatch, tp", "moe 2d, ep over tp, full",
 }  # fmt: skip
 # Of four microbatches without a pipeline, the last two only repeat the second.
 PLANS = {name: _shorter(overrides) for name, overrides in PLANS.items() if matrix.FULL or name not in SELDOM}

@@ -211,6 +211,7 @@ def test_ranks_find_the_modules_that_a_call_asks_for():
     assert run_ranks(2, has_imported, "tabnanny", imports=("tabnanny",)) == [True, True]
 
 
+@pytest.mark.slow
 def test_no_rank_survives_the_session():
     code = "from os import getpid\nfrom tests.pool import run_ranks\nprint(*run_ranks(2, getpid))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -58,7 +58,14 @@ def both(folder, overrides):
     return [train(folder / device, overrides, device) for device in ("cpu", "cuda")]
 
 
-@pytest.mark.parametrize("name", [*RUNS, *(MORE_RUNS if FULL else ())])
+SLOW = {"one device, fp16", "rings of gradients and keys"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RUNS]
+    + (list(MORE_RUNS) if FULL else []),
+)
 def test_a_run_on_a_gpu_trains_as_on_the_cpu(tmp_path, run_ranks, name):
     overrides = {"model.layers": 2, "steps": 2, **{**RUNS, **MORE_RUNS}[name]}
     on_cpu, on_gpu = run_ranks(tiny_plan(overrides).world, both, tmp_path, overrides, backend="gloo")[0]

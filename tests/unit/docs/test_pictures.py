@@ -61,6 +61,7 @@ PICTURES = sorted(path for folder in (DOCS, RESULTS) for path in folder.rglob("*
 DRAWN = [path for path in PICTURES if FULL or path.parent.name != "layouts" or path.stem in ("1d", "25d")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", DRAWN, ids=lambda path: path.name)
 def test_a_picture_is_what_its_files_give_today_and_no_text_is_cut_or_covered(path, monkeypatch):
     figures: list[Figure] = []

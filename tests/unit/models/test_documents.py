@@ -117,6 +117,7 @@ def test_without_a_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(errors(network())) < 1e-12
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_compiled_once_for_all_documents() -> None:
     try:
         preflight.refuse_packed_compile(torch.__version__)

@@ -124,6 +124,7 @@ def test_an_unknown_mode_is_named() -> None:
         recompute.apply(built("none", {}), "some")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "full"] if FULL else ["full"])
 def test_a_block_traces_in_one_piece(mode: str) -> None:
     """Dropout's scope, rotary positions and recomputation around it break no graph; numbers stay."""
@@ -137,6 +138,7 @@ def test_a_block_traces_in_one_piece(mode: str) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_experts_stay_out_of_the_graphs() -> None:
     from torch._dynamo.testing import CompileCounter
 

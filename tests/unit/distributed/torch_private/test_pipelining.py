@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 FRESH = """
 import sys, torch
 from parallelrun.distributed.torch_private import pipelining as ours
@@ -26,6 +28,7 @@ print(not isinstance(plain, schedules.OptimizedModule) and is_loaded("_dynamo"))
 """
 
 
+@pytest.mark.slow
 def test_schedules_come_alone_and_the_rest_of_the_package_when_it_is_asked_for():
     done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True)
     assert done.stdout.split() == ["True"] * 8, done.stdout + done.stderr

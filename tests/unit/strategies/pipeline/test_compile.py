@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch._functorch.config as compiler_settings
 from torch import nn
@@ -21,6 +22,7 @@ class Block(nn.Module):
         return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
+@pytest.mark.slow
 def test_a_compiled_backward_runs_again_after_one_that_kept_the_graph():
     """It is AOTAutograd, under every backend, that lets backward take the saved buffers for its own."""
     with compiler_settings.patch(donated_buffer=True):  # what torch does by itself; restored after the test
