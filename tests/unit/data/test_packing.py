@@ -159,6 +159,7 @@ def test_masked_documents_are_whole_and_padding_is_never_hidden(tmp_path):
     dataset, spec = open_packed(tmp_path, documents, **{"model.name": "bert", "model.preset": "bert"})
     found = 0
     for split in (dataset.train, dataset.val):
+        assert split.packs, "else the model is not told where documents begin"
         for index in range(len(split)):
             inputs, targets = split.sample(index)
             used = int(split.document_lengths(index).sum())

@@ -61,6 +61,14 @@ def test_iterating_on_one_matrix_finds_its_best_approximation():
     assert (matrix - columns @ answer.T).norm() == pytest.approx(float(best), rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("more", "can_undo"), [({}, False), ({"precision.name": "fp16"}, True), ({"sdc.every": 2}, True)]
+)
+def test_powersgd_keeps_its_errors_of_before_a_step_that_may_not_be_applied(more, can_undo):
+    plan = tiny_plan({"dp": 2, "strategy.data.compression": "powersgd", **more})
+    assert plan.data.exchange_form(plan).can_undo is can_undo
+
+
 def test_every_compression_has_a_module_that_sends_and_no_other_is_registered():
     from parallelrun.base import registry
     from parallelrun.strategies.data.common.compression.plan import KINDS
