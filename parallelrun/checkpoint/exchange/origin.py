@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from parallelrun.base.errors import CheckpointError, ConfigError, Problem
-from parallelrun.checkpoint.exchange.files import write_json
 from parallelrun.checkpoint.exchange.paths import absolute
 from parallelrun.checkpoint.exchange.source import StoredModel
-from parallelrun.checkpoint.files import sync
+from parallelrun.checkpoint.files import sync, write_json
 from parallelrun.checkpoint.index import INDEX_FILE
 from parallelrun.checkpoint.resume import CONFIG_FILE, saved_config
 from parallelrun.config import from_hf

@@ -10,9 +10,9 @@ from typing import Any
 
 from parallelrun.base.errors import CheckpointError, ConfigError, Problem
 from parallelrun.checkpoint.exchange import origin
-from parallelrun.checkpoint.exchange.files import write_json
 from parallelrun.checkpoint.exchange.source import StoredModel
 from parallelrun.checkpoint.exchange.weights import CheckpointWeights
+from parallelrun.checkpoint.files import write_json
 from parallelrun.config import from_hf
 from parallelrun.config.kept_model import GENERATION, TOKENIZER
 from parallelrun.config.schema.run_schema import Config
