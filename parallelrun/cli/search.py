@@ -59,18 +59,16 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
     if as_json:
         print_json({**_document(search, context, compared), "goodput": asdict(useful) if useful else None})
         return
-    from parallelrun.report.plans import cluster_sizes as sizes_report
+    from parallelrun.report.plans import training as training_report
     from parallelrun.report.screen import open_console
 
     console = open_console()
     if compared:
-        sizes_report.show(*compared, config, console)
+        training_report.show_sizes(*compared, config, console)
     training = device_counts.training_of(config, search)
-    more = [("training", sizes_report.training_text(training, config))] if training else []
+    more = [("training", training_report.training_text(training, config))] if training else []
     if useful:
-        from parallelrun.report.plans.training import goodput_text
-
-        more.append(("goodput", goodput_text(useful, None)))
+        more.append(("goodput", training_report.goodput_text(useful, None)))
     report.show(search, context, console, more, filled)
     if config.explain:
         _explain(composed, search, console)
@@ -86,12 +84,12 @@ def _goodput(composed: Composed, best: Found) -> Goodput | None:
 
 
 def _document(search: Search, context: Context, compared: tuple[list[Size], Size] | None) -> dict[str, Any]:
-    from parallelrun.report.plans import cluster_sizes as sizes_report
     from parallelrun.report.plans import search as report
+    from parallelrun.report.plans import training as training_report
 
     config = context.config
     fields = {"schema": 1, "model": config.model.preset, "cluster": config.cluster.name, "world": search.world}
-    fields |= {"sizes": sizes_report.document(*compared)} if compared else {}
+    fields |= {"sizes": training_report.sizes_document(*compared)} if compared else {}
     return {**fields, "search": report.document(search), "command": context.command}
 
 
