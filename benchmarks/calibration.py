@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.pairs import write
 from parallelrun.base.errors import ParallelrunError
-from parallelrun.cli.calibration.constants import Calibration, PlannedStep, calibrated, step_seconds
+from parallelrun.cli.calibration.constants import Calibration, calibrated, plan_of_step, step_seconds
 from parallelrun.cli.calibration.measurements import Measurements
 from parallelrun.cli.calibration.session import Session
 from parallelrun.launch.host.environment import num_cores
@@ -80,7 +80,7 @@ def row(name: str, words: Sequence[str], measured: Measurements, found: Calibrat
     on_cpu = measured.device == "cpu"
     session = Session(device="cpu" if on_cpu else "auto", timed=TIMED)
     step = session.training(root, name, words, num_cores(), on_cpu)
-    plan, seconds = PlannedStep.of(step).plan, step.sample.seconds
+    plan, seconds = plan_of_step(step), step.sample.seconds
     return {
         "case": name, "degrees": plan.degrees, "ranks": plan.world, "measured_s": seconds,
         "spread": step.sample.spread, "predicted_s": step_seconds(plan, found.cluster),

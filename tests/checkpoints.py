@@ -17,7 +17,8 @@ from torch import Tensor
 
 from parallelrun.checkpoint import store
 from parallelrun.checkpoint.files import Entry, write_bytes, write_safetensors
-from parallelrun.checkpoint.index import DTYPES, INDEX_FILE, Index, StoredPart, StoredTensor, describe_plan, encode
+from parallelrun.checkpoint.index import DTYPES, INDEX_FILE, Index, StoredPart, StoredTensor, describe_plan
+from parallelrun.checkpoint.schema import encode
 from parallelrun.config.schema.run_schema import OptimizerConfig
 from parallelrun.distributed.mesh import Mesh, build_mesh
 from parallelrun.models.optimizer import Optimizer

@@ -81,12 +81,6 @@ class PlannedRun:
 
         return list(warnings(self.plan, self.config, self.facts))
 
-    def figures(self) -> dict[str, Any]:
-        """Predicted memory, traffic, bubble and time, under the names of a run's summary."""
-        from parallelrun.planner.facts.plan_facts import figures
-
-        return figures(self.plan, self.config.cluster, self.facts)
-
     def document(self) -> dict[str, Any]:
         """The JSON document of `parallelrun plan --json`."""
         from parallelrun.planner.facts.document import document
@@ -138,7 +132,7 @@ class Run:
     def config(self) -> Config:
         """The configuration with every value that the run used. Raises CheckpointError for a broken file."""
         from parallelrun.checkpoint.resume import saved_config
-        from parallelrun.config.kept_model import with_kept
+        from parallelrun.config.from_hf import with_kept
         from parallelrun.report.records.find import CONFIG
 
         config = saved_config(self.directory)
@@ -175,14 +169,6 @@ class Run:
         if (code := named_code(self.config)) and not self.trust:
             cause = f"that run calls {', '.join(code.values())}, and a run directory may come from a stranger"
             raise ConfigError(Problem(cause, next(iter(code)), "load(..., trust=True)"))
-
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        """The overrides that started the run."""
-        from parallelrun.report.records.find import MANIFEST
-        from parallelrun.report.records.read import read_object
-
-        return tuple(map(str, read_object(self.directory / MANIFEST).get("overrides") or ()))
 
     def text(self) -> str:
         """The run's origin and state as `parallelrun runs show` prints them, as plain text."""
@@ -253,12 +239,6 @@ class ComparedRuns(RunComparison):
         from parallelrun.report.records.fail_conditions import failures, parse
 
         return failures(self, [parse(text) for text in conditions])
-
-    def document(self) -> dict[str, Any]:
-        """The JSON document of `parallelrun compare --json`."""
-        from parallelrun.report.runs.run_comparison import document
-
-        return document(self, [])
 
     def markdown(self) -> str:
         """The Markdown text of `parallelrun compare --md`."""

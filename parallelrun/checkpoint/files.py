@@ -66,6 +66,11 @@ def write_bytes(path: Path, content: bytes) -> None:
         os.fsync(stream.fileno())
 
 
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a new file and wait until it is on the disk. Raises OSError."""
+    write_bytes(path, json.dumps(content, ensure_ascii=False, indent=2, allow_nan=False).encode() + b"\n")
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the file names in a directory, are on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -5,8 +5,6 @@ It needs no torch, so a checkpoint is checked against a model before any process
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,12 +20,7 @@ from parallelrun.planner.contract.optimizers import OPTIMIZERS, update_rule
 from parallelrun.planner.contract.plan import Plan
 
 INDEX_FILE = "index.json"
-SCHEMA = 1
-FORMAT = "parallelrun checkpoint"
 DATA_FILE = re.compile(r"rank_\d{5,}\.safetensors")
-PREFIX = b'{"sha256": "'
-HASH_SPAN = slice(len(PREFIX), len(PREFIX) + 64)
-NO_HASH = b"0" * 64
 DTYPES = {
     "float64": ("F64", 8), "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2), "int64": ("I64", 8),
     "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1), "uint8": ("U8", 1), "bool": ("BOOL", 1),
@@ -164,17 +157,6 @@ def reshard_note(index: Index, plan: Plan) -> str | None:
         return f"{degrees or 'one device'} ({described.get('data')}, {described.get('pipeline')})"
 
     return f"resharding the checkpoint of step {index.step}: {words(before)} -> {words(now)}"
-
-
-def encode(index: Index) -> bytes:
-    """Return the file's content: a JSON object that begins with its sha256, computed with zeros in that place."""
-    body: dict[str, Any] = {"sha256": NO_HASH.decode(), "schema": SCHEMA, "format": FORMAT}
-    body |= {"step": index.step, "optimizer": index.optimizer, "plan": dict(index.plan), "extra": dict(index.extra)}
-    body["tensors"] = {key: {**vars(t), "parts": [vars(part) for part in t.parts]} for key, t in index.tensors.items()}
-    body["files"] = dict(index.files)
-    raw = json.dumps(body, allow_nan=False).encode()
-    assert raw.startswith(PREFIX + NO_HASH)
-    return raw[: HASH_SPAN.start] + hashlib.sha256(raw).hexdigest().encode() + raw[HASH_SPAN.stop :]
 
 
 def missing_files(index: Index, path: Path) -> list[str]:

@@ -11,17 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun.base.errors import CheckpointError, ConfigError, Problem
+from parallelrun.checkpoint import find
 from parallelrun.checkpoint.data import check_tokenizer
-from parallelrun.checkpoint.find import (
-    FOLDER,
-    STEP,
-    TRIES,
-    complete_steps,
-    latest,
-    open_complete,
-    refuse_pickle,
-    step_name,
-)
 from parallelrun.checkpoint.index import INDEX_FILE, Index, check_model
 from parallelrun.checkpoint.schema import check_header, check_training
 from parallelrun.config.schema.run_schema import Config
@@ -72,7 +63,7 @@ def newest(runs: Path, accepts: Callable[[Path], bool] = lambda run: True) -> Ne
 
 def _times(folder: Path) -> Iterator[tuple[tuple[int, int], Path]]:
     """Yield ((time of writing, step), directory) of every complete checkpoint."""
-    for step, path in complete_steps(folder).items():
+    for step, path in find.complete_steps(folder).items():
         try:
             yield ((path / INDEX_FILE).stat().st_mtime_ns, step), path
         except OSError:  # a live run has deleted it
@@ -81,9 +72,9 @@ def _times(folder: Path) -> Iterator[tuple[tuple[int, int], Path]]:
 
 def _checkpoint_folders(runs: Path) -> Iterator[Path]:
     for parent, folders, _ in os.walk(runs):
-        if FOLDER in folders:
-            yield Path(parent, FOLDER)
-        folders[:] = sorted(name for name in folders if name != FOLDER and not name.startswith("."))
+        if find.FOLDER in folders:
+            yield Path(parent, find.FOLDER)
+        folders[:] = sorted(name for name in folders if name != find.FOLDER and not name.startswith("."))
 
 
 def resolve_resume(resume: str, runs: str) -> Path:
@@ -101,20 +92,20 @@ def resolve_resume(resume: str, runs: str) -> Path:
     # A name stands for its folder, because its newest run may be the one that resumes.
     existing = next((path for path in (Path(resume).expanduser(), folder / resume) if path.exists()), None)
     path = Path(os.path.abspath(existing or directory_of(resume, folder)))
-    refuse_pickle(path)
+    find.refuse_pickle(path)
     if (path / INDEX_FILE).exists():
-        open_complete(path)
+        find.open_complete(path)
         return path
-    is_step = STEP.fullmatch(path.name) is not None
+    is_step = find.STEP.fullmatch(path.name) is not None
     if path.is_dir() and not is_step:
-        if of_run := latest(path) or _latest_of_runs(path):
+        if of_run := find.latest(path) or _latest_of_runs(path):
             return of_run
         hint = f"{other.path}, the newest of other runs" if (other := newest(folder)) else ""
         raise CheckpointError(Problem(f"no complete checkpoint in {path}", where="resume", suggestion=hint))
     message = f"{path} is incomplete: it has no {INDEX_FILE}" if path.exists() else f"no such checkpoint: {path}"
-    steps = complete_steps(path.parent)
+    steps = find.complete_steps(path.parent)
     if steps or is_step:
-        message += f"; complete checkpoints in that directory: {', '.join(map(step_name, steps)) or 'none'}"
+        message += f"; complete checkpoints in that directory: {', '.join(map(find.step_name, steps)) or 'none'}"
     hint = f"resume={next(reversed(steps.values()))}" if steps else ""
     raise CheckpointError(Problem(message, where="resume", suggestion=hint))
 
@@ -122,7 +113,7 @@ def resolve_resume(resume: str, runs: str) -> Path:
 def _latest_of_runs(folder: Path) -> Path | None:
     """Return the last complete checkpoint of the newest run in a folder that has one, or None."""
     runs = sorted((path for path in folder.iterdir() if is_run(path)), reverse=True)
-    return next(filter(None, map(latest, runs)), None)
+    return next(filter(None, map(find.latest, runs)), None)
 
 
 def no_checkpoint(runs: str) -> CheckpointError:
@@ -178,7 +169,7 @@ def choose(config: Config, plan: Plan) -> Chosen | None:
     """
     if not config.resume:
         return None
-    for attempt in range(TRIES):
+    for attempt in range(find.TRIES):
         if config.resume == AUTO:
             saved = newest(Path(config.runs).expanduser(), lambda run: same_training(config, plan, run))
             if saved is None:
@@ -191,13 +182,13 @@ def choose(config: Config, plan: Plan) -> Chosen | None:
             check_tokenizer(index.extra, config, path)
             return Chosen(path, index)
         except CheckpointError:
-            if path.exists() or attempt == TRIES - 1:
+            if path.exists() or attempt == find.TRIES - 1:
                 raise
     raise AssertionError("unreachable")
 
 
 def _check(path: Path, plan: Plan) -> Index:
-    index = open_complete(path)
+    index = find.open_complete(path)
     check_model(index, plan, path)
     check_training(index, path)
     for name in index.files:
@@ -221,17 +212,17 @@ def hold(chosen: Chosen, run_directory: Path) -> Path | None:
     If the file system cannot link between the two directories, the checkpoint is used where it is.
     """
     path, index = chosen.path, chosen.index
-    folder = run_directory / FOLDER
-    aside = folder / f".{step_name(index.step)}.tmp-{secrets.token_hex(4)}"
+    folder = run_directory / find.FOLDER
+    aside = folder / f".{find.step_name(index.step)}.tmp-{secrets.token_hex(4)}"
     try:
         aside.mkdir(mode=0o700, parents=True)
         for name in (*index.files, INDEX_FILE):
             os.link(path / name, aside / name)
-        os.rename(aside, folder / step_name(index.step))
+        os.rename(aside, folder / find.step_name(index.step))
     except FileNotFoundError:
         shutil.rmtree(aside, ignore_errors=True)
         return None
     except OSError:
         shutil.rmtree(aside, ignore_errors=True)
         return path
-    return folder / step_name(index.step)
+    return folder / find.step_name(index.step)

@@ -1,4 +1,4 @@
-"""Reads `index.json` and checks every field once, before it is used.
+"""Writes `index.json`, reads it and checks every field once, before it is used.
 
 A checkpoint may come from a stranger, who can compute a valid sha256 for any content. An index that passes has the
 types, ranges and printable names on which the rest of the package relies.
@@ -7,10 +7,10 @@ types, ranges and printable names on which the rest of the package relies.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import stat
-import struct
 from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
@@ -20,89 +20,71 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
+from parallelrun.base import forms
 from parallelrun.base.errors import CheckpointError, Problem
-from parallelrun.checkpoint.index import (
-    DATA_FILE,
-    DTYPES,
-    FORMAT,
-    HASH_SPAN,
-    INDEX_FILE,
-    NO_HASH,
-    PREFIX,
-    SCHEMA,
-    Index,
-    StoredPart,
-    StoredTensor,
-    broken,
-)
-from parallelrun.checkpoint.validation import (
-    Form,
-    Leaf,
-    anything,
-    check,
-    count,
-    dims,
-    integer,
-    optional,
-    parse,
-    positive,
-    printable,
-    string,
-)
+from parallelrun.base.forms import Form, Leaf
+from parallelrun.checkpoint.index import DATA_FILE, DTYPES, INDEX_FILE, Index, StoredPart, StoredTensor, broken
+from parallelrun.config.stored_tensors import read_header
 
+SCHEMA = 1
+FORMAT = "parallelrun checkpoint"
+_PREFIX = b'{"sha256": "'
+_HASH_SPAN = slice(len(_PREFIX), len(_PREFIX) + 64)
+_NO_HASH = b"0" * 64
 MAX_INDEX_BYTES = 2**28
-_MAX_HEADER_BYTES = 2**26
 _REMEMBERED_BYTES = 2**20  # of an index: it takes some ten times the memory when it is read
 _NEEDED = ("step", "global_batch", "scaler")  # fields of `extra` without which training cannot resume
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SCALE = Leaf("a positive number", lambda value: type(value) in (int, float) and isfinite(value) and value > 0)
 _PLAIN = Leaf(
     "a plain value",
-    lambda value: value is None or printable.holds(value) or (type(value) in (bool, int, float) and isfinite(value)),
+    lambda value: (
+        value is None or forms.printable.holds(value) or (type(value) in (bool, int, float) and isfinite(value))
+    ),
 )
 _FILE = Leaf(
     "[size, sha256]",
     lambda value: (
         isinstance(value, list)
         and len(value) == 2
-        and count.holds(value[0])
+        and forms.count.holds(value[0])
         and isinstance(value[1], str)
         and _SHA256.fullmatch(value[1]) is not None
     ),
 )
 _INDEX: Form = {
-    "sha256": anything,
-    "schema": anything,
-    "format": anything,
-    "step": count,
-    "optimizer": printable,
-    "plan": {"degrees?": {"*": positive}, "*": _PLAIN},  # `index.describe_plan`, for messages only
+    "sha256": forms.anything,
+    "schema": forms.anything,
+    "format": forms.anything,
+    "step": forms.count,
+    "optimizer": forms.printable,
+    "plan": {"degrees?": {"*": forms.positive}, "*": _PLAIN},  # `index.describe_plan`, for messages only
     "extra": {  # the fields that a training reads; others belong to the program that saved
-        "step?": count,
-        "samples?": count,
-        "global_batch?": positive,
-        "seed?": integer,
+        "step?": forms.count,
+        "samples?": forms.count,
+        "global_batch?": forms.positive,
+        "seed?": forms.integer,
         "dataset?": {
-            "name": printable,
-            "fingerprint": optional(printable),
-            "tokenizer?": optional(printable),
+            "name": forms.printable,
+            "fingerprint": forms.optional(forms.printable),
+            "tokenizer?": forms.optional(forms.printable),
             "settings?": {"*": _PLAIN},
         },
-        "scaler?": {"scale": _SCALE, "applied_in_a_row": count},
-        "kept?": [printable],
-        "clocks?": [count],
-        "*": anything,
+        "scaler?": {"scale": _SCALE, "applied_in_a_row": forms.count},
+        "kept?": [forms.printable],
+        "clocks?": [forms.count],
+        "*": forms.anything,
     },
     "tensors": {
         "*": {
             "dtype": Leaf("a known dtype", lambda value: isinstance(value, str) and value in DTYPES),
-            "shape": dims,
-            "parts": [{"offsets": dims, "sizes": dims, "file": string}],
+            "shape": forms.dims,
+            "parts": [{"offsets": forms.dims, "sizes": forms.dims, "file": forms.string}],
         }
     },
     "files": {"*": _FILE},
 }
-_HEADER: Form = {"*": {"dtype": string, "shape": dims, "data_offsets": dims}}  # of a safetensors file
+_HEADER: Form = {"*": {"dtype": forms.string, "shape": forms.dims, "data_offsets": forms.dims}}  # of a safetensors file
 
 
 def read_index(path: Path) -> Index:
@@ -124,12 +106,23 @@ def read_index(path: Path) -> Index:
         raise CheckpointError(Problem(f"cannot read {file}: {error.strerror}")) from error
 
 
+def encode(index: Index) -> bytes:
+    """Return the file's content: a JSON object that begins with its sha256, computed with zeros in that place."""
+    body: dict[str, Any] = {"sha256": _NO_HASH.decode(), "schema": SCHEMA, "format": FORMAT}
+    body |= {"step": index.step, "optimizer": index.optimizer, "plan": dict(index.plan), "extra": dict(index.extra)}
+    body["tensors"] = {key: {**vars(t), "parts": [vars(part) for part in t.parts]} for key, t in index.tensors.items()}
+    body["files"] = dict(index.files)
+    raw = json.dumps(body, allow_nan=False).encode()
+    assert raw.startswith(_PREFIX + _NO_HASH)
+    return raw[: _HASH_SPAN.start] + hashlib.sha256(raw).hexdigest().encode() + raw[_HASH_SPAN.stop :]
+
+
 def decode(raw: bytes, path: Path) -> Index:
     """Parse and check the content of an index file. Raises CheckpointError if any bit of it has changed."""
-    if not raw.startswith(PREFIX):
+    if not raw.startswith(_PREFIX):
         raise broken(path, "it is not the index of a parallelrun checkpoint")
-    expected = raw[HASH_SPAN]
-    digest = hashlib.sha256(raw[: HASH_SPAN.start] + NO_HASH + raw[HASH_SPAN.stop :]).hexdigest()
+    expected = raw[_HASH_SPAN]
+    digest = hashlib.sha256(raw[: _HASH_SPAN.start] + _NO_HASH + raw[_HASH_SPAN.stop :]).hexdigest()
     if expected != digest.encode():
         raise broken(path, f"its sha256 is {digest}, expected {expected.decode(errors='replace')}")
     read = _index_of if len(raw) <= _REMEMBERED_BYTES else _index_of.__wrapped__
@@ -142,7 +135,7 @@ def decode(raw: bytes, path: Path) -> Index:
 
 @lru_cache(maxsize=8)  # every save of a run looks at the checkpoints before it, and a load at its own several times
 def _index_of(raw: bytes, digest: str) -> Index:
-    return _index(parse(raw), digest)
+    return _index(forms.parse(raw), digest)
 
 
 def check_training(index: Index, path: Path) -> None:
@@ -153,7 +146,7 @@ def check_training(index: Index, path: Path) -> None:
 
 
 def _index(body: Any, digest: str) -> Index:
-    check(body, _INDEX, "the index")
+    forms.check(body, _INDEX, "the index")
     if body["schema"] != SCHEMA or body["format"] != FORMAT:
         raise ValueError(f"schema {body['schema']!r:.50} of {body['format']!r:.50}, known is {SCHEMA}")
     step, extra = body["step"], body["extra"]
@@ -212,28 +205,18 @@ def check_header(index: Index, path: Path, name: str) -> None:
         if part.file == name
     }
     try:
-        _check_entries(*read_header(file), expected)
+        with file.open("rb") as stream:
+            _check_entries(*read_header(stream), expected)
     except OSError as error:
         raise CheckpointError(Problem(f"cannot read {file}: {error.strerror}")) from error
     except ValueError as error:
         raise broken(file, f"its header differs from {INDEX_FILE} ({error})") from error
 
 
-def read_header(file: Path) -> tuple[Any, int]:
-    """Return a safetensors file's unchecked header and the number of bytes after it. Raises OSError, ValueError."""
-    with file.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
-            raise ValueError(f"the length of its header is given as {length} bytes, the file has {size}")
-        return parse(stream.read(length)), size - 8 - length
-
-
 def _check_entries(header: Any, num_bytes: int, expected: dict[str, tuple[str, int, tuple[int, ...]]]) -> None:
     if isinstance(header, dict):
         header.pop("__metadata__", None)
-    check(header, _HEADER, "the header")
+    forms.check(header, _HEADER, "the header")
     if header.keys() != expected.keys():
         other = sorted(header.keys() ^ expected.keys())
         raise ValueError(f"{len(other)} tensors are in only one of the two, the first is {other[0]!r:.200}")

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from parallelrun.base.errors import CheckpointError, EnvironmentProblem, Problem
 from parallelrun.checkpoint.files import Entry, sync, write_bytes, write_safetensors
-from parallelrun.checkpoint.index import DTYPES, INDEX_FILE, Box, Index, StoredPart, encode, missing_files
+from parallelrun.checkpoint.index import DTYPES, INDEX_FILE, Box, Index, StoredPart, missing_files
+from parallelrun.checkpoint.schema import encode
 
 
 @dataclass(frozen=True)

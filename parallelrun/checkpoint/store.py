@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun.base.errors import CheckpointError, Problem
+from parallelrun.checkpoint import storage
 from parallelrun.checkpoint.find import keep_last, refuse_pickle, step_name
 from parallelrun.checkpoint.index import (
     Index,
@@ -36,14 +37,7 @@ from parallelrun.checkpoint.index import (
     weight_key,
 )
 from parallelrun.checkpoint.schema import check_header, read_index
-from parallelrun.checkpoint.storage import (
-    LocalPart,
-    create_aside,
-    file_of_rank,
-    fill_parts,
-    publish,
-    write_part_file,
-)
+from parallelrun.checkpoint.storage import LocalPart
 from parallelrun.checkpoint.together import CheckpointRanks
 from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group, Mesh
@@ -110,19 +104,19 @@ def write_parts(
 
     def create(described: Sequence[Any]) -> str:
         nonlocal aside
-        tensors.update(stored_tensors(described, [file_of_rank(rank) for rank in range(ranks.size)]))
+        tensors.update(stored_tensors(described, [storage.file_of_rank(rank) for rank in range(ranks.size)]))
         check_complete(tensors, plan)
-        aside = create_aside(target)
+        aside = storage.create_aside(target)
         return aside.name
 
     def write() -> tuple[int, str] | None:
-        path = target.with_name(folder) / file_of_rank(ranks.rank)
-        return write_part_file(path, written) if written else None
+        path = target.with_name(folder) / storage.file_of_rank(ranks.rank)
+        return storage.write_part_file(path, written) if written else None
 
     def complete(results: Sequence[Any]) -> None:
         assert aside is not None
-        files = {file_of_rank(rank): (size[0], size[1]) for rank, size in enumerate(results) if size}
-        publish(Index(step, plan.optimizer, describe_plan(plan), extra, tensors, files), aside, target)
+        files = {storage.file_of_rank(rank): (size[0], size[1]) for rank, size in enumerate(results) if size}
+        storage.publish(Index(step, plan.optimizer, describe_plan(plan), extra, tensors, files), aside, target)
 
     try:
         folder = ranks.agree(lambda: [part.described for part in written], create)
@@ -168,7 +162,7 @@ def read_checked(path: Path, plan: Plan, ranks: CheckpointRanks, wants: Callable
             raise CheckpointError(Problem(f"ranks see different checkpoints under {path}", where="resume"))
 
     ranks.agree(verify, compare)
-    ranks.agree(lambda: fill_parts(index, path, parts))
+    ranks.agree(lambda: storage.fill_parts(index, path, parts))
     return index
 
 

@@ -12,17 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun.base.errors import ConfigError, Problem
-from parallelrun.cli.help import (
-    CFG_VALUES,
-    HYDRA_FLAGS,
-    INFO_VALUES,
-    OUR_FLAGS,
-    PICKLE_FLAG,
-    SWITCHES,
-    TOOLS,
-    VALUED,
-    VERBS,
-)
+from parallelrun.cli import help
+from parallelrun.cli.help import TOOLS, VERBS
 from parallelrun.config import overrides as override_checks
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS, known_keys, nearest, nearest_keys
@@ -62,7 +53,7 @@ def refuse_pickles(argv: list[str]) -> None:
     """Raise ConfigError for Hydra's flag that unpickles a file, in full or abbreviated as argparse allows."""
     for word in argv:
         name = word.partition("=")[0]
-        if len(name) > 2 and PICKLE_FLAG.startswith(name):
+        if len(name) > 2 and help.PICKLE_FLAG.startswith(name):
             cause = f"{name}: a pickle can run any code when it is loaded, so none is read"
             command = "parallelrun recipe=RUN/config.yaml, with the run directory's own configuration"
             raise ConfigError(Problem(cause, COMMAND_LINE, command=command))
@@ -80,10 +71,10 @@ def read(argv: list[str]) -> CommandLine:
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
-        if word in SWITCHES:
-            switched.add(SWITCHES[word])
-        elif flag in VALUED:
-            valued[VALUED[flag]] = value if equals else words.pop(0) if words else ""
+        if word in help.SWITCHES:
+            switched.add(help.SWITCHES[word])
+        elif flag in help.VALUED:
+            valued[help.VALUED[flag]] = value if equals else words.pop(0) if words else ""
         elif word.startswith("-") and word != "-":
             problems += _flag(word, words, flags)
         elif "=" in word or word.startswith("~"):
@@ -121,24 +112,24 @@ def read(argv: list[str]) -> CommandLine:
 def _flag(word: str, words: list[str], flags: list[str]) -> list[Problem]:
     """Move a Hydra flag and its value from `words` to `flags`, or say what to type instead of an unknown flag."""
     name, equals, value = word.partition("=")
-    if name not in HYDRA_FLAGS and name.startswith("--"):
-        full = [flag for flag in HYDRA_FLAGS if flag.startswith(name)]  # argparse accepts abbreviated flags
+    if name not in help.HYDRA_FLAGS and name.startswith("--"):
+        full = [flag for flag in help.HYDRA_FLAGS if flag.startswith(name)]  # argparse accepts abbreviated flags
         name = full[0] if len(full) == 1 and len(name) > 4 else name
-    if name not in HYDRA_FLAGS:
+    if name not in help.HYDRA_FLAGS:
         return [_unknown_flag(word, name, words)]
-    takes_value = HYDRA_FLAGS[name]
+    takes_value = help.HYDRA_FLAGS[name]
     flags.append(f"{name}{equals}{value}")
     if takes_value is None and not equals:  # written with =, or Hydra's parser would take the next word as its value
-        flags[-1] = f"--info={words.pop(0) if words and words[0] in INFO_VALUES else 'all'}"
+        flags[-1] = f"--info={words.pop(0) if words and words[0] in help.INFO_VALUES else 'all'}"
     if takes_value and not equals:
         if not words:
             return [Problem(f"{word}: a value must follow", COMMAND_LINE)]
         value = words.pop(0)
         flags.append(value)
-    if name not in ("--cfg", "-c") or value in CFG_VALUES:
+    if name not in ("--cfg", "-c") or value in help.CFG_VALUES:
         return []
-    fix = " or ".join(f"--cfg {legal}" for legal in nearest(value, CFG_VALUES) or CFG_VALUES)
-    return [Problem(f"{name} {value}: must be one of {', '.join(CFG_VALUES)}", COMMAND_LINE, fix)]
+    fix = " or ".join(f"--cfg {legal}" for legal in nearest(value, help.CFG_VALUES) or help.CFG_VALUES)
+    return [Problem(f"{name} {value}: must be one of {', '.join(help.CFG_VALUES)}", COMMAND_LINE, fix)]
 
 
 def _unknown_flag(word: str, name: str, words: list[str]) -> Problem:
@@ -147,7 +138,7 @@ def _unknown_flag(word: str, name: str, words: list[str]) -> Problem:
     if takes_next:
         value = words.pop(0)
     is_key = key in known_keys() or key in GROUPS
-    near_flag = difflib.get_close_matches(name, [*HYDRA_FLAGS, *OUR_FLAGS], n=1, cutoff=0.75)
+    near_flag = difflib.get_close_matches(name, [*help.HYDRA_FLAGS, *help.OUR_FLAGS], n=1, cutoff=0.75)
     fix = near_flag[0] if near_flag and not is_key else override_checks.suggest_pairs(key, value)
     cause = f"{word}{f' {value}' if takes_next else ''}: options are written without dashes, as key=value"
     return Problem(cause, COMMAND_LINE, fix, "parallelrun --help")

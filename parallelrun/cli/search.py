@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from parallelrun.planner.contract.plan import Plan
     from parallelrun.planner.facts.plan_facts import Facts
     from parallelrun.planner.predict.step_time.step import StepTime
-    from parallelrun.planner.search.device_counts import Size
     from parallelrun.planner.search.result import Found, Search
-    from parallelrun.report.plans.search import Context
 
 
 _SEARCHING = "searching plans"
@@ -39,6 +37,7 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
     """Search, and print the best plans. world: the number of ranks that a launcher has started. Raises ConfigError."""
     from parallelrun.planner.search import device_counts
     from parallelrun.report.plans import search as report
+    from parallelrun.report.plans import training as training_report
 
     gpus = visible_gpus()
     config, filled = chosen.calibrated(composed.config, composed.given, gpus)
@@ -54,24 +53,24 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
     else:
         with elapsed.shown(_SEARCHING):
             search = searches.searched(config, composed.given, chosen.num_devices(config, world, gpus), gpus)
-    context = report.Context(chosen.base_of(config), command_of(search.best[0], composed.overrides))
+    base, command = chosen.base_of(config), command_of(search.best[0], composed.overrides)
     useful = _goodput(composed, search.best[0])
     if as_json:
-        print_json({**_document(search, context, compared), "goodput": asdict(useful) if useful else None})
+        fields = {"schema": 1, "model": base.model.preset, "cluster": base.cluster.name, "world": search.world}
+        fields |= {"sizes": training_report.sizes_document(*compared)} if compared else {}
+        fields |= {"search": report.document(search), "command": command}
+        print_json({**fields, "goodput": asdict(useful) if useful else None})
         return
-    from parallelrun.report.plans import cluster_sizes as sizes_report
     from parallelrun.report.screen import open_console
 
     console = open_console()
     if compared:
-        sizes_report.show(*compared, config, console)
+        training_report.show_sizes(*compared, config, console)
     training = device_counts.training_of(config, search)
-    more = [("training", sizes_report.training_text(training, config))] if training else []
+    more = [("training", training_report.training_text(training, config))] if training else []
     if useful:
-        from parallelrun.report.plans.training import goodput_text
-
-        more.append(("goodput", goodput_text(useful, None)))
-    report.show(search, context, console, more, filled)
+        more.append(("goodput", training_report.goodput_text(useful, None)))
+    report.show(search, base, command, console, more, filled)
     if config.explain:
         _explain(composed, search, console)
 
@@ -83,16 +82,6 @@ def _goodput(composed: Composed, best: Found) -> Goodput | None:
     config, user_keys = chosen.with_choice(composed.config, composed.given, best)
     plan = resolve(config, given=user_keys, gpus=visible_gpus())
     return goodput(plan, config, best.time.step_s if best.time else None)
-
-
-def _document(search: Search, context: Context, compared: tuple[list[Size], Size] | None) -> dict[str, Any]:
-    from parallelrun.report.plans import cluster_sizes as sizes_report
-    from parallelrun.report.plans import search as report
-
-    config = context.config
-    fields = {"schema": 1, "model": config.model.preset, "cluster": config.cluster.name, "world": search.world}
-    fields |= {"sizes": sizes_report.document(*compared)} if compared else {}
-    return {**fields, "search": report.document(search), "command": context.command}
 
 
 def _explain(composed: Composed, search: Search, console: Console) -> None:

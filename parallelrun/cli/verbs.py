@@ -137,7 +137,7 @@ def with_surroundings(composed: Composed, attached: Attached | None) -> Composed
 
         composed = replace(composed, config=tf_config.apply(composed.config, os.environ))
     if composed.config.resume is not None:
-        from parallelrun.cli.resume import with_saved_configuration
+        from parallelrun.cli.planned import with_saved_configuration
 
         composed = with_saved_configuration(composed, attached.world if attached else None)
     return composed
@@ -161,16 +161,16 @@ def _resolved(composed: Composed, attached: Attached | None, line: CommandLine) 
 
 def _through_hydra(prepared: Any) -> tuple[Composed, Path | None] | None:
     """Compose inside Hydra's task. The task only records, so that a run is never inside Hydra's stack frames."""
-    from parallelrun.config import compose, hydra_task
+    from parallelrun.config import compose, hydra_settings
 
     compositions: list[tuple[Composed, Path | None]] = []
     errors: list[Exception] = []
 
     def task(task_config: Any) -> None:
         try:
-            if hydra_task.sweeping():
+            if hydra_settings.sweeping():
                 raise ConfigError(Problem("ask for a sweep with -m", "hydra.mode", command="parallelrun -m ..."))
-            compositions.append((compose.composed(task_config, prepared), hydra_task.run_directory()))
+            compositions.append((compose.composed(task_config, prepared), hydra_settings.run_directory()))
         except Exception as error:  # if the task raised it, Hydra would print a line of its own
             errors.append(error)
 

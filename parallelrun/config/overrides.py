@@ -12,19 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from parallelrun.base.errors import Problem
-from parallelrun.config import presets
-from parallelrun.config.keys import (
-    GROUPS,
-    LIST_TEXTS,
-    MAPPINGS,
-    PATH_KEYS,
-    Key,
-    example,
-    in_mapping,
-    known_keys,
-    nearest_keys,
-    sections,
-)
+from parallelrun.config import keys, presets
+from parallelrun.config.keys import Key, example, known_keys
 from parallelrun.config.recipes import recipe_files
 from parallelrun.config.values import BOOLEANS, trap, within
 
@@ -65,16 +54,16 @@ class Override:
     def hydra(self) -> str:
         """The override for Hydra: paths and texts quoted, `~` expanded, open mappings extended."""
         key = known_keys().get(self.key)
-        if self.is_hydra or self.is_own_group or (self.key in GROUPS and self.key != "recipe"):
+        if self.is_hydra or self.is_own_group or (self.key in keys.GROUPS and self.key != "recipe"):
             return self.text
-        sign = "++" if in_mapping(self.key) or self.key in MAPPINGS else self.sign
+        sign = "++" if keys.in_mapping(self.key) or self.key in keys.MAPPINGS else self.sign
         value = self.value
         if key is not None and key.kind == "dict" and value[:1] == "{" and value[-1:] == "}":
             value = mapping(value)
         elif self.key in NAME_LISTS:
             value = ",".join(map(name_list, self.values))
         elif self.key == "recipe" or (key is not None and key.kind == "str"):
-            value = ",".join(quote(text, self.key in PATH_KEYS) for text in self.values)
+            value = ",".join(quote(text, self.key in keys.PATH_KEYS) for text in self.values)
         return f"{sign}{self.key}{self.package}={value}"
 
 
@@ -112,15 +101,15 @@ def read(
 
 def suggest_pairs(word: str, value: str) -> str:
     """`key=value` for the keys and groups closest to `word` that accept that value, or the closest `key=...`."""
-    keys = [word] if word in known_keys() or word in GROUPS else nearest_keys(word)
-    pairs = [f"{key}={value}" for key in keys if value and _accepts(key, value)]
-    return " or ".join(pairs or [f"{key}=..." for key in keys[:1]])
+    close = [word] if word in known_keys() or word in keys.GROUPS else keys.nearest_keys(word)
+    pairs = [f"{key}={value}" for key in close if value and _accepts(key, value)]
+    return " or ".join(pairs or [f"{key}=..." for key in close[:1]])
 
 
 def _accepts(key: str, value: str) -> bool:
-    if key in GROUPS:
+    if key in keys.GROUPS:
         return value in presets.options(key)
-    if key not in known_keys() or key in MAPPINGS:
+    if key not in known_keys() or key in keys.MAPPINGS:
         return False
     schema_key = known_keys()[key]
     if schema_key.choices and value not in schema_key.choices:
@@ -193,20 +182,24 @@ def check(override: Override, where: str) -> list[Problem]:
         return [_deletion(override, where)]
     if key == "verb":
         return [Problem(f"{text}: the verb must be the first word", where, command="parallelrun --help")]
-    if key in GROUPS:
+    if key in keys.GROUPS:
         return _check_group(override, where)
-    if key in sections():
+    if key in keys.sections():
         inner = [name for name in known_keys() if name.startswith(key + ".")][:3]
         return [Problem(f"{text}: {key} holds keys, not a value", where, " or ".join(f"{name}=..." for name in inner))]
     if schema_key is None:
-        return [] if in_mapping(key) else [_unknown(override, where, value)]
+        return [] if keys.in_mapping(key) else [_unknown(override, where, value)]
     if "=" not in text:
         return [Problem(f"{text}: a value is missing", where, f"{key}=...")]
-    if schema_key.kind == "str" and key not in PATH_KEYS | LIST_TEXTS and (several := _several(override, where)):
+    if (
+        schema_key.kind == "str"
+        and key not in keys.PATH_KEYS | keys.LIST_TEXTS
+        and (several := _several(override, where))
+    ):
         return several
     if key in NAME_LISTS and _several(override, where):
         return [Problem(f"{text}: several names are a list", where, f"{text.partition('=')[0]}=[{value}]")]
-    opening = "[" if key in MAPPINGS else "[{"
+    opening = "[" if key in keys.MAPPINGS else "[{"
     if schema_key.kind not in ("list", "dict") and value[:1] and value[0] in opening:
         cause = f"{text}: {key} takes one value, not a {'list' if value[0] == '[' else 'mapping'}"
         return [Problem(cause, where, _first_value(value, schema_key))]
@@ -248,7 +241,7 @@ def _deletion(override: Override, where: str) -> Problem:
     """The problem with `~key`: keys cannot be deleted, only set to null."""
     key, schema_key = override.key, known_keys().get(override.key)
     typed = override.text.lstrip("~").partition("=")[0]
-    if schema_key is None and key not in GROUPS and key not in sections():
+    if schema_key is None and key not in keys.GROUPS and key not in keys.sections():
         return _unknown(override, where, "")
     cause = f"{override.text}: a key cannot be removed from the configuration"
     may_be_null = schema_key is not None and schema_key.optional

@@ -29,15 +29,7 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.shares import counts_after, whole_weights
 from parallelrun.planner.model import definitions
-from parallelrun.planner.model.definitions import (
-    BatchShare,
-    Dataset,
-    DatasetDefinition,
-    Packing,
-    PartUse,
-    Split,
-    TextTokens,
-)
+from parallelrun.planner.model.definitions import Dataset, DatasetDefinition, Split
 from parallelrun.planner.model.model_spec import ModelSpec
 
 KEY = "dataset.mixture"
@@ -68,7 +60,7 @@ class MixedSplit(Split):
     """The samples of all parts, one part after the other."""
 
     splits: tuple[Split, ...]
-    shares: tuple[BatchShare, ...]
+    shares: tuple[definitions.BatchShare, ...]
     decodes_files: bool
     packs: bool
 
@@ -79,14 +71,14 @@ class MixedSplit(Split):
         split, inner = self._locate(index)
         return split.document_lengths(inner)
 
-    def packing(self) -> Packing:
+    def packing(self) -> definitions.Packing:
         total, packings = sum(share.weight for share in self.shares), [split.packing() for split in self.splits]
         weights = [share.weight / total for share in self.shares]
 
         def mean(values: Iterable[float]) -> float:
             return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
-        return Packing(
+        return definitions.Packing(
             documents=mean(packing.documents for packing in packings),
             tokens=mean(packing.tokens for packing in packings),
             squares=mean(packing.squares for packing in packings),
@@ -127,7 +119,7 @@ class Mixture(DatasetDefinition):
         sizes = [part.definition.vocab_size(part.config) for part in parts_of(config)]
         return max((size for size in sizes if size is not None), default=None)
 
-    def tokenizer(self, config: Config) -> TextTokens | None:
+    def tokenizer(self, config: Config) -> definitions.TextTokens | None:
         """Raises ConfigError if two parts have different ones: a token id would stand for two texts."""
         tokenizers = [
             (part.label, made) for part in parts_of(config) if (made := part.definition.tokenizer(part.config))
@@ -176,7 +168,8 @@ class Mixture(DatasetDefinition):
             MixedSplit(
                 tuple(splits),
                 tuple(
-                    BatchShare(part.label, len(split), weight) for part, split, weight in zip(parts, splits, weights)
+                    definitions.BatchShare(part.label, len(split), weight)
+                    for part, split, weight in zip(parts, splits, weights)
                 ),
                 any(split.decodes_files for split in splits),
                 all(split.packs for split in splits),
@@ -189,13 +182,13 @@ class Mixture(DatasetDefinition):
         scored = whole if len(wholes) == len(opened) else None
         return Dataset(config.dataset.name, vocab, fingerprint, train, val, has_ignored, whole=scored)
 
-    def uses(self, config: Config, spec: ModelSpec, global_batch: int) -> list[PartUse]:
+    def uses(self, config: Config, spec: ModelSpec, global_batch: int) -> list[definitions.PartUse]:
         parts = parts_of(config)
         weights = whole_weights([part.weight for part in parts])
         read = counts_after(weights, global_batch, config.steps)
         sizes = [part.num_samples(spec) for part in parts]
         return [
-            PartUse(part.label, weight / sum(weights), size, count, count / size if size else None)
+            definitions.PartUse(part.label, weight / sum(weights), size, count, count / size if size else None)
             for part, weight, size, count in zip(parts, weights, sizes, read)
         ]
 

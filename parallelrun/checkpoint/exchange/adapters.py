@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from parallelrun.base import registry
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.base.precision import BYTES
-from parallelrun.checkpoint.exchange.files import write_json
 from parallelrun.checkpoint.exchange.source import StoredModel
-from parallelrun.checkpoint.files import Entry, write_safetensors
+from parallelrun.checkpoint.files import Entry, write_json, write_safetensors
 from parallelrun.checkpoint.index import DTYPES
 from parallelrun.checkpoint.storage import dtype_name, tensor_bytes
 from parallelrun.models.module import lora

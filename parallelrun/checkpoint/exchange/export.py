@@ -22,16 +22,16 @@ from parallelrun.base import registry
 from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.base.precision import BYTES
 from parallelrun.checkpoint.exchange import adapters, paths, tokenizer
-from parallelrun.checkpoint.exchange.files import write_json
 from parallelrun.checkpoint.exchange.origin import NOT_KEPT, base_config, write_others
 from parallelrun.checkpoint.exchange.source import StoredModel
 from parallelrun.checkpoint.exchange.weights import stored_shapes
-from parallelrun.checkpoint.files import Entry, sync, write_bytes, write_safetensors
-from parallelrun.checkpoint.index import DTYPES, INDEX_FILE, Index, StoredPart, StoredTensor, encode, weight_key
+from parallelrun.checkpoint.files import Entry, sync, write_bytes, write_json, write_safetensors
+from parallelrun.checkpoint.index import DTYPES, INDEX_FILE, Index, StoredPart, StoredTensor, weight_key
 from parallelrun.checkpoint.resume import CONFIG_FILE
+from parallelrun.checkpoint.schema import encode
 from parallelrun.checkpoint.storage import dtype_name, file_of_rank, tensor_bytes
 from parallelrun.config.from_hf import CONFIG_FILE as THEIR_CONFIG
-from parallelrun.config.kept_model import GENERATION, keep
+from parallelrun.config.from_hf import GENERATION, keep
 from parallelrun.config.stored_tensors import SHARD_INDEX, SINGLE_FILE
 from parallelrun.models.hugging_face import Family, FixedTensor, Piece, family_for
 from parallelrun.planner.model import definitions

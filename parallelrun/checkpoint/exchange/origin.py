@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from parallelrun.base.errors import CheckpointError, ConfigError, Problem
-from parallelrun.checkpoint.exchange.files import write_json
 from parallelrun.checkpoint.exchange.paths import absolute
 from parallelrun.checkpoint.exchange.source import StoredModel
-from parallelrun.checkpoint.files import sync
+from parallelrun.checkpoint.files import sync, write_json
 from parallelrun.checkpoint.index import INDEX_FILE
 from parallelrun.checkpoint.resume import CONFIG_FILE, saved_config
 from parallelrun.config import from_hf
-from parallelrun.config.kept_model import GENERATION, TOKENIZER
+from parallelrun.config.from_hf import GENERATION, TOKENIZER
 from parallelrun.config.stored_tensors import SHARD_INDEX, SINGLE_FILE
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from parallelrun.base import registry
 from parallelrun.base.errors import CheckpointError, ConfigError, Problem
-from parallelrun.checkpoint.exchange.files import files_of_keys
 from parallelrun.checkpoint.exchange.paths import absolute, checkpoint_at, has_files
 from parallelrun.checkpoint.exchange.weights import CheckpointWeights, FileWeights, LoadedWeights, Weights, stored_names
 from parallelrun.checkpoint.resume import CONFIG_FILE, saved_config
 from parallelrun.config import from_hf
-from parallelrun.config.kept_model import with_kept
+from parallelrun.config.from_hf import with_kept
 from parallelrun.config.keys import named_code
 from parallelrun.config.schema.model_schema import DatasetConfig, ModelConfig
 from parallelrun.config.schema.run_schema import Config
+from parallelrun.config.stored_tensors import files_of_keys
 from parallelrun.models.hugging_face import Piece
 from parallelrun.planner.model import definitions
 from parallelrun.planner.model.model_spec import ModelSpec

@@ -14,11 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from parallelrun.base.errors import CheckpointError, Problem
-from parallelrun.checkpoint.exchange.files import damaged, files_of_keys, read_entries
 from parallelrun.checkpoint.index import Box, Index, verify_file, weight_key
 from parallelrun.checkpoint.schema import check_header
 from parallelrun.checkpoint.storage import read_slice
-from parallelrun.config.stored_tensors import differ
+from parallelrun.config.stored_tensors import damaged, differ, files_of_keys, read_entries
 from parallelrun.models.hugging_face import Family, FixedTensor, Piece
 from parallelrun.planner.model.model_spec import ModelSpec
 

@@ -59,18 +59,6 @@ EXPECTED = {
 
 
 @dataclass(frozen=True)
-class PlannedStep:
-    """A training step with its plan."""
-
-    step: TimedStep
-    plan: Plan
-
-    @classmethod
-    def of(cls, step: TimedStep) -> PlannedStep:
-        return cls(step, resolve(load_frozen(step.config)))
-
-
-@dataclass(frozen=True)
 class Calibration:
     """A cluster with fitted constants, and how far each training step is from its prediction: predicted / measured."""
 
@@ -121,7 +109,7 @@ def constants_of(measured: Measurements) -> tuple[Constant, ...]:
 def calibrated(measured: Measurements, name: str) -> Calibration:
     """Fit the constants to everything measured."""
     start, constants = base(measured, name), constants_of(measured)
-    steps = [PlannedStep.of(step) for step in measured.steps]
+    step_plans = [plan_of_step(step) for step in measured.steps]
     rows: list[TimedProduct | TimedExchange | TimedStep]
     rows = [*measured.products, *measured.exchanges, *measured.steps]
     plans = {ranks: plan_of_exchange(ranks, measured.device) for ranks in {row.ranks for row in measured.exchanges}}
@@ -134,12 +122,12 @@ def calibrated(measured: Measurements, name: str) -> Calibration:
         fitted_cluster = cluster(values)
         seconds = [product_seconds(row, fitted_cluster) for row in measured.products]
         seconds += [exchange_seconds(row, plans[row.ranks], fitted_cluster) for row in measured.exchanges]
-        return seconds + [step_seconds(step.plan, fitted_cluster) for step in steps]
+        return seconds + [step_seconds(plan, fitted_cluster) for plan in step_plans]
 
     seconds = [row.sample.seconds for row in rows]
     result = fit(constants, predict, seconds, [EXPECTED[type(row)] for row in rows])
-    errors = result.errors[len(rows) - len(steps) :]
-    ratios = tuple((step.step, exp(error)) for step, error in zip(steps, errors))
+    errors = result.errors[len(rows) - len(step_plans) :]
+    ratios = tuple((step, exp(error)) for step, error in zip(measured.steps, errors))
     return Calibration(cluster(result.values), tuple(constant.key for constant in constants), ratios)
 
 
@@ -161,6 +149,11 @@ def exchange_seconds(row: TimedExchange, plan: Plan, cluster: ClusterConfig) -> 
     assert rates is not None, "a calibrated cluster has rates"
     own = cores.of_a_rank(rates, plan, cluster)
     return collective_s(Collective("dp", row.operation, "", 1, row.num_bytes), plan, cluster, own) or 0.0
+
+
+def plan_of_step(step: TimedStep) -> Plan:
+    """The plan of a training that was timed."""
+    return resolve(load_frozen(step.config))
 
 
 def step_seconds(plan: Plan, cluster: ClusterConfig) -> float:

@@ -17,21 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parallelrun.base.errors import (
-    EXIT_CONFIG,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_PREEMPTED,
-    EXIT_RUN_FAILED,
-    EXIT_TERMINATED,
-    ConfigError,
-    Problem,
-)
-from parallelrun.cli import errors
+from parallelrun.base import errors
+from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.cli.argv import CommandLine
+from parallelrun.cli.errors import report, translate
 from parallelrun.cli.sweeps import points, sweep_settings
-from parallelrun.cli.sweeps.objective import objective
-from parallelrun.config import compose, hydra_task
+from parallelrun.cli.sweeps.sweep_settings import objective
+from parallelrun.config import compose, hydra_settings
 from parallelrun.config.compose import Composed, Prepared
 from parallelrun.launch.entry import attach
 from parallelrun.launch.host.environment import Attached, detect
@@ -39,10 +31,9 @@ from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.resolve.freeze import identity
 from parallelrun.report import chart
 from parallelrun.report.sweeps import sweep_picture as comparison
-from parallelrun.report.sweeps import sweep_rows
-from parallelrun.report.sweeps import sweep_table as report
+from parallelrun.report.sweeps import sweep_rows, sweep_table
 
-_STOPPING = (EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_PREEMPTED)
+_STOPPING = (errors.EXIT_INTERRUPTED, errors.EXIT_TERMINATED, errors.EXIT_PREEMPTED)
 
 
 class _Stopped(BaseException):
@@ -61,11 +52,11 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> tuple[in
         invocation = 1 + max((row.get("invocation", 0) for row in sweep_rows.read(directory)), default=0)
         sweep = _Sweep(line, tuple(words), prepared, directory, invocation, os.getpid(), points.threads_given())
         hydra_argv = (*prepared.argv, *sweep_settings.overrides(line, settings, directory, scratch))
-        stopped, failure = EXIT_OK, None
+        stopped, failure = errors.EXIT_OK, None
         try:
             compose.run_hydra(replace(prepared, argv=hydra_argv), sweep.point)
         except (KeyboardInterrupt, _Stopped) as error:
-            stopped = error.exit_code if isinstance(error, _Stopped) else EXIT_INTERRUPTED
+            stopped = error.exit_code if isinstance(error, _Stopped) else errors.EXIT_INTERRUPTED
         except Exception as error:
             failure = error
         lost = points.close(directory, invocation, stopped)
@@ -79,8 +70,8 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> tuple[in
         if planned:
             rows = _show_plans(rows, line.json)
         elif rows:
-            report.write_csv(directory)
-            report.show(directory)
+            sweep_table.write_csv(directory)
+            sweep_table.show(directory)
             for path in comparison.write(directory):
                 print(f"{path.stem}: {path}", flush=True)
             if not chart.available():
@@ -88,7 +79,7 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> tuple[in
     if lost and not stopped:
         cause = f"{failure or 'a process of the launcher has ended'}".partition("\n")[0]
         print(f"parallelrun: {cause}: continue with {shlex.quote(f'sweep.resume={directory}')}", file=sys.stderr)
-        return EXIT_RUN_FAILED, rows
+        return errors.EXIT_RUN_FAILED, rows
     if stopped:
         print(f"parallelrun: stopped; continue with {shlex.quote(f'sweep.resume={directory}')}", file=sys.stderr)
         return stopped, rows
@@ -98,8 +89,8 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> tuple[in
     ):  # otherwise the sweeper only got no number from any point
         raise failure
     if "failed" in states:
-        return EXIT_RUN_FAILED, rows
-    return EXIT_OK if states - {"skipped"} else EXIT_CONFIG, rows
+        return errors.EXIT_RUN_FAILED, rows
+    return errors.EXIT_OK if states - {"skipped"} else errors.EXIT_CONFIG, rows
 
 
 @dataclass(frozen=True)
@@ -124,7 +115,7 @@ class _Sweep:
             attach.follow(self.words)
             return None
         if os.getpid() != self.process:
-            parallel = 1 if points.has_own_host() else hydra_task.num_parallel_points(self.prepared.num_points)
+            parallel = 1 if points.has_own_host() else hydra_settings.num_parallel_points(self.prepared.num_points)
             points.share_host(self.directory, parallel, self.threads_given)
         with ExitStack() as locks:
             row, key = self._ended(task_config, attached, locks)
@@ -133,15 +124,15 @@ class _Sweep:
             attach.abandon(attached, row["exit_code"])  # there is no run that the other ranks could join
         if row.get("exit_code") in _STOPPING:
             raise _Stopped(row["exit_code"])
-        return self._objective(row, key) if hydra_task.searches() else None
+        return self._objective(row, key) if hydra_settings.searches() else None
 
     def _ended(
         self, task_config: Any, attached: Attached | None, locks: ExitStack
     ) -> tuple[dict[str, Any], str | None]:
         """(the point's row, its `sweep.objective`). locks: prevent others from running it until it is recorded."""
-        number = hydra_task.point_number()
+        number = hydra_settings.point_number()
         row: dict[str, Any] = {"point": number, "invocation": self.invocation}
-        row["overrides"] = hydra_task.point_overrides(self.prepared.shown)
+        row["overrides"] = hydra_settings.point_overrides(self.prepared.shown)
         key = None
         try:
             composed = compose.composed(task_config, self.prepared)
@@ -149,10 +140,10 @@ class _Sweep:
             row["config_sha256"] = identity(composed.config)
             row |= self._resolve_and_run(composed, row, attached, locks)
         except Exception as error:
-            translated = errors.translate(error) or error
+            translated = translate(error) or error
             if isinstance(translated, ConfigError):
                 return row | self._skipped(number, translated), key
-            code = errors.report(translated, self.line.verbose)
+            code = report(translated, self.line.verbose)
             row |= {"state": "failed", "exit_code": code, "reason": str(translated) or type(translated).__name__}
         return row, key
 
@@ -170,7 +161,7 @@ class _Sweep:
         try:
             return objective(row, key, self.line.verb)
         except ConfigError as error:
-            raise _Stopped(errors.report(error, self.line.verbose)) from error
+            raise _Stopped(report(error, self.line.verbose)) from error
 
     def _resolve_and_run(
         self, composed: Composed, row: dict[str, Any], attached: Attached | None, locks: ExitStack
@@ -184,13 +175,13 @@ class _Sweep:
             return earlier
         if composed.config.sweep.fail_fast and any(old["state"] == "failed" for old in now):
             reason = "an earlier point failed, and sweep.fail_fast is set"
-            return {"state": "skipped", "exit_code": EXIT_OK, "reason": reason}
+            return {"state": "skipped", "exit_code": errors.EXIT_OK, "reason": reason}
         composed, plan = planned(composed, self.line.verb, world, quiet=True, sweep=True)
         row["run_sha256"] = identity(composed.config, plan)
         row |= {"world": plan.world, **plan.degrees, "servers": plan.servers}
         if os.getpid() != self.process:
             if not points.note(self.directory, row):
-                raise _Stopped(EXIT_INTERRUPTED)
+                raise _Stopped(errors.EXIT_INTERRUPTED)
             locks.enter_context(points.exclusive(self.directory, row["run_sha256"]))
             rows = sweep_rows.read(self.directory)
         if (earlier := self._known(row, "run_sha256", rows, plan.warnings)) is not None:
@@ -208,7 +199,7 @@ class _Sweep:
             reason = "; ".join((f"the same run as point {same}", *warnings))
             self._say(f"point {row['point']}: skipped: {reason}")
             shape = {name: first[name] for name in sweep_rows.DEGREES if name in first}
-            return {**shape, "state": "skipped", "exit_code": EXIT_OK, "same_as": same, "reason": reason}
+            return {**shape, "state": "skipped", "exit_code": errors.EXIT_OK, "same_as": same, "reason": reason}
         done = next((old for old in alike if old["state"] == "done"), None)
         if done is None:
             return None
@@ -240,7 +231,7 @@ class _Sweep:
         degrees = "".join(f"{axis}{size}" for axis, size in plan.degrees.items() if size > 1)
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         (self.directory / sweep_rows.RESULTS).touch(mode=0o600)  # a sweep killed in its first point can be resumed
-        named = hydra_task.subdirectory()
+        named = hydra_settings.subdirectory()
         name = named or f"{row['point']:03d}-{plan.preset}-{degrees or 'one'}"
         directory = _fresh(self.directory, name, may_be_empty=named is not None)
         config = composed.config
@@ -251,8 +242,8 @@ class _Sweep:
         try:
             code = start(config, plan, list(self.words), composed.overrides, directory)
         except KeyboardInterrupt:
-            code = EXIT_INTERRUPTED
-        state = "done" if code == EXIT_OK else "stopped" if code in _STOPPING else "failed"
+            code = errors.EXIT_INTERRUPTED
+        state = "done" if code == errors.EXIT_OK else "stopped" if code in _STOPPING else "failed"
         outcome: dict[str, Any] = {
             "state": state,
             "exit_code": code,
@@ -287,5 +278,5 @@ def _show_plans(rows: list[dict[str, Any]], as_json: bool) -> list[dict[str, Any
     if as_json:
         hidden = ("schema", "invocation", "plan")
         return [{**{k: v for k, v in row.items() if k not in hidden}, **row.get("plan", {})} for row in rows]
-    report.show_plans(rows)
+    sweep_table.show_plans(rows)
     return rows

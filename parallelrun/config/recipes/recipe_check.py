@@ -10,17 +10,8 @@ from pathlib import Path
 import yaml
 
 from parallelrun.base.errors import ConfigError, Problem
-from parallelrun.config.keys import (
-    CODE_KEYS,
-    GROUPS,
-    MAPPINGS,
-    Key,
-    in_mapping,
-    known_keys,
-    nearest,
-    nearest_keys,
-    sections,
-)
+from parallelrun.config import keys
+from parallelrun.config.keys import Key, known_keys
 from parallelrun.config.overrides import SHORT_NAMES
 from parallelrun.config.recipes import about
 from parallelrun.config.recipes.recipe_files import NAME
@@ -89,13 +80,13 @@ class RecipeCheck:
         self,
         shown: str,
         trusted: bool,
-        keys: Mapping[str, Key] | None = None,
+        known: Mapping[str, Key] | None = None,
         of_sections: frozenset[str] | None = None,
     ):
         self.shown = shown
         self.trusted = trusted
-        self.known = known_keys() if keys is None else keys
-        self.sections = sections() if of_sections is None else of_sections
+        self.known = known_keys() if known is None else known
+        self.sections = keys.sections() if of_sections is None else of_sections
         self.problems: list[Problem] = []
         self.keys: set[str] = set()
         self.about: about.About | None = None
@@ -174,8 +165,8 @@ class RecipeCheck:
             self._report(f"{name}: a recipe chooses options of groups, without @package", key_node)
         elif group == "recipe":
             self._parent(value)
-        elif group not in GROUPS:
-            self._report(f"{group}: no such group", key_node, ", ".join(nearest(group, GROUPS)))
+        elif group not in keys.GROUPS:
+            self._report(f"{group}: no such group", key_node, ", ".join(keys.nearest(group, keys.GROUPS)))
         elif match is None or not match[1]:
             self._report(f"{name}: every run has this group already; write override", key_node, f"override /{group}")
         elif group in self.chosen:
@@ -206,11 +197,11 @@ class RecipeCheck:
             self._refuse(f"{name}: a recipe may not name code", key_node)
             if not self.trusted:
                 return
-        if "." in key_node.value and not in_mapping(name):
+        if "." in key_node.value and not keys.in_mapping(name):
             self._report(f"{key_node.value}: write nested keys on separate lines", key_node)
         elif name in self.known:
             self._leaf(self.known[name], key_node, value)
-        elif name in GROUPS and isinstance(value, yaml.ScalarNode):
+        elif name in keys.GROUPS and isinstance(value, yaml.ScalarNode):
             fix = f"defaults: [override /{name}: {value.value}]"
             self._report(f"{name}: choose a group's option in defaults", key_node, fix)
         elif name in self.sections and isinstance(value, yaml.MappingNode):
@@ -220,11 +211,11 @@ class RecipeCheck:
             section, _, inner = SHORT_NAMES.get(name, "").partition(".")
             fix = f"{section}: {{{inner}: ...}}" if inner else ""
             self._report(f"{name} holds keys, not a value", key_node, fix)
-        elif in_mapping(name):
+        elif keys.in_mapping(name):
             self.keys.add(name)
             self._scan(value)
         else:
-            close = nearest_keys(name) if self.known is known_keys() else nearest(name, self.known)
+            close = keys.nearest_keys(name) if self.known is known_keys() else keys.nearest(name, self.known)
             self._report(f"{name}: no such key", key_node, ", ".join(close))
 
     def _leaf(self, key: Key, key_node: yaml.Node, value: yaml.Node) -> None:
@@ -232,10 +223,10 @@ class RecipeCheck:
         self.lines[key.name] = key_node.start_mark.line + 1
         if isinstance(value, yaml.ScalarNode) and value.tag.endswith(":null") and key.optional:
             return
-        if key.name in CODE_KEYS:
+        if key.name in keys.CODE_KEYS:
             self._refuse(f"{key.name}: a recipe may not name code", key_node)
         wanted = {"list": yaml.SequenceNode, "dict": yaml.MappingNode}.get(key.kind)
-        if key.name in MAPPINGS and isinstance(value, yaml.MappingNode):  # it may be one value, too
+        if key.name in keys.MAPPINGS and isinstance(value, yaml.MappingNode):  # it may be one value, too
             wanted = yaml.MappingNode
         if wanted is not None and not isinstance(value, wanted):
             self._report(f"{key.name}: must be a {'list' if key.kind == 'list' else 'mapping'}", key_node)

@@ -17,22 +17,15 @@ from typing import Any, cast
 
 from parallelrun.base import registry
 from parallelrun.base.errors import ConfigError, Problem
-from parallelrun.config.schema.run_schema import (
-    Config,
-    ContextConfig,
-    DataStrategyConfig,
-    ExpertConfig,
-    PipelineConfig,
-    StrategyConfig,
-    TensorStrategyConfig,
-)
+from parallelrun.config.schema import run_schema
+from parallelrun.config.schema.run_schema import Config
 
 SECTIONS: dict[str, type] = {
-    "data": DataStrategyConfig,
-    "tensor": TensorStrategyConfig,
-    "pipeline": PipelineConfig,
-    "expert": ExpertConfig,
-    "context": ContextConfig,
+    "data": run_schema.DataStrategyConfig,
+    "tensor": run_schema.TensorStrategyConfig,
+    "pipeline": run_schema.PipelineConfig,
+    "expert": run_schema.ExpertConfig,
+    "context": run_schema.ContextConfig,
 }
 
 
@@ -100,7 +93,7 @@ def own_keys(axis: str, kind: str | None) -> frozenset[str]:
 def complete_class() -> type[Config]:
     """The subclass of Config with the keys of every registered strategy."""
     sections = [(axis, (made := _section(axis)), field(default_factory=made)) for axis in SECTIONS]
-    strategy = make_dataclass("CompleteStrategyConfig", sections, bases=(StrategyConfig,))
+    strategy = make_dataclass("CompleteStrategyConfig", sections, bases=(run_schema.StrategyConfig,))
     of_strategy = ("strategy", strategy, field(default_factory=strategy))
     return make_dataclass("CompleteConfig", [of_strategy], bases=(Config,))
 

@@ -20,16 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parallelrun.base import reserve, user_code
-from parallelrun.base.errors import (
-    EXIT_HANG,
-    EXIT_RANK_DIED,
-    EnvironmentProblem,
-    ParallelrunError,
-    Problem,
-    cause_chain,
-    full_disk,
-)
+from parallelrun.base import errors, reserve, user_code
+from parallelrun.base.errors import EnvironmentProblem, ParallelrunError, Problem
 from parallelrun.base.records import write_json
 from parallelrun.distributed import sequences
 from parallelrun.launch.failures import stall
@@ -99,8 +91,8 @@ def of_exception(error: BaseException, rank: int, time_ns: int, single_rank: boo
     if isinstance(error, ParallelrunError):
         order = LOST_PEER if error.of_another_rank else CAUSE
         return Failure(rank, str(error), error.exit_code, time_ns, order, problems=error.problems, traceback=text)
-    chain = cause_chain(error)
-    if room := full_disk(error):
+    chain = errors.cause_chain(error)
+    if room := errors.full_disk(error):
         return Failure(rank, f"no room to write: {room}", EnvironmentProblem.exit_code, time_ns, traceback=text)
     if any(_OPEN_FILES.search(str(e)) for e in chain):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -112,10 +104,10 @@ def of_exception(error: BaseException, rank: int, time_ns: int, single_rank: boo
     reason = f"{type(error).__name__}: {first_line}".rstrip(": ")
     from_torch = [str(e) for e in chain if type(e).__name__ in _TORCH_ERRORS]
     if any(map(_LOST_PEER.search, from_torch)):
-        return Failure(rank, f"lost its peers ({reason})", EXIT_RANK_DIED, time_ns, LOST_PEER, traceback=text)
+        return Failure(rank, f"lost its peers ({reason})", errors.EXIT_RANK_DIED, time_ns, LOST_PEER, traceback=text)
     if any(map(_TIMED_OUT.search, from_torch)):
-        return Failure(rank, f"waited too long ({reason})", EXIT_HANG, time_ns, TIMED_OUT, traceback=text)
-    code = ParallelrunError.exit_code if single_rank else EXIT_RANK_DIED
+        return Failure(rank, f"waited too long ({reason})", errors.EXIT_HANG, time_ns, TIMED_OUT, traceback=text)
+    code = ParallelrunError.exit_code if single_rank else errors.EXIT_RANK_DIED
     memory = any(isinstance(e, MemoryError) or _OUT_OF_MEMORY.search(f"{type(e).__name__}: {e}") for e in chain)
     return Failure(rank, reason, code, time_ns, traceback=text, frames=tuple(user_code.frames(error)), memory=memory)
 
@@ -123,14 +115,14 @@ def of_exception(error: BaseException, rank: int, time_ns: int, single_rank: boo
 def of_exit(rank: int, status: int, time_ns: int, out_of_memory: bool = False) -> Failure:
     """Return the Failure of a rank that wrote none. status: its exit code, or minus the number of a signal."""
     if status >= 0:
-        return Failure(rank, f"exit {status} without an exception", EXIT_RANK_DIED, time_ns)
+        return Failure(rank, f"exit {status} without an exception", errors.EXIT_RANK_DIED, time_ns)
     name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
     memory = out_of_memory and name == "SIGKILL"
     hint = "the out-of-memory killer" if memory else _SIGNAL_HINTS.get(name)
     # native threads abort when they lose a peer, so an abort is the cause only if there is no other failure
     order = SUSPECT if name == "SIGABRT" else CAUSE
     reason = f"died: {name}" + (f" ({hint})" if hint else "")
-    return Failure(rank, reason, EXIT_RANK_DIED, time_ns, order, memory=memory)
+    return Failure(rank, reason, errors.EXIT_RANK_DIED, time_ns, order, memory=memory)
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
@@ -143,7 +135,7 @@ def of_mismatch(directory: Path) -> Failure | None:
     mismatch = sequences.first_mismatch(sequences.read_all(directory))
     if mismatch is None:
         return None
-    return Failure(mismatch.suspects[0], mismatch.problem().what, EXIT_RANK_DIED, problems=(mismatch.problem(),))
+    return Failure(mismatch.suspects[0], mismatch.problem().what, errors.EXIT_RANK_DIED, problems=(mismatch.problem(),))
 
 
 def explained(failure: Failure, directory: Path) -> Failure:

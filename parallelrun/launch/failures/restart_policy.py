@@ -9,27 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallelrun.base.errors import (
-    EXIT_CONFIG,
-    EXIT_ENVIRONMENT,
-    EXIT_INTERRUPTED,
-    EXIT_MISMATCH,
-    EXIT_NO_PROGRESS,
-    EXIT_NUMERICS,
-    EXIT_PREEMPTED,
-    EXIT_TERMINATED,
-)
+from parallelrun.base import errors
 from parallelrun.report.records.attempts import Attempt
 
 MOST_TRIES = 3  # in a row without progress (NVIDIA's resiliency extension has the same rule)
 _FINAL = {
-    EXIT_CONFIG: "the command must be changed",
-    EXIT_ENVIRONMENT: "the machine lacks something, and would lack it again",
-    EXIT_MISMATCH: "the same file would be read again",
-    EXIT_NUMERICS: "the same steps would give the same numbers",
-    EXIT_PREEMPTED: "the run was asked to stop",
-    EXIT_INTERRUPTED: "the run was asked to stop",
-    EXIT_TERMINATED: "the run was asked to stop",
+    errors.EXIT_CONFIG: "the command must be changed",
+    errors.EXIT_ENVIRONMENT: "the machine lacks something, and would lack it again",
+    errors.EXIT_MISMATCH: "the same file would be read again",
+    errors.EXIT_NUMERICS: "the same steps would give the same numbers",
+    errors.EXIT_PREEMPTED: "the run was asked to stop",
+    errors.EXIT_INTERRUPTED: "the run was asked to stop",
+    errors.EXIT_TERMINATED: "the run was asked to stop",
 }
 
 
@@ -51,7 +42,7 @@ class Decision:
 def decide(attempts: Sequence[Attempt], max_restarts: int) -> Decision:
     """Return what follows the failure of the last of `attempts`. max_restarts: the key `restarts`."""
     last = attempts[-1]
-    bad_checkpoint = last.exit_code == EXIT_MISMATCH and last.stepping is None and last.checkpoint is not None
+    bad_checkpoint = last.exit_code == errors.EXIT_MISMATCH and last.stepping is None and last.checkpoint is not None
     if last.exit_code in _FINAL and not bad_checkpoint:
         return Decision(False, _FINAL[last.exit_code])
     if last.raised and len(attempts) == 1 and last.stepping is None:
@@ -60,7 +51,7 @@ def decide(attempts: Sequence[Attempt], max_restarts: int) -> Decision:
         return Decision(False, f"the memory was too small twice, after step {last.step}")
     if num_without_progress(attempts) >= MOST_TRIES:
         why = f"no progress in {MOST_TRIES} attempts: step {max(attempt.step for attempt in attempts)} was not passed"
-        return Decision(False, why, EXIT_NO_PROGRESS)
+        return Decision(False, why, errors.EXIT_NO_PROGRESS)
     if len(attempts) > max_restarts:
         return Decision(False, f"restarts={max_restarts} {'is' if max_restarts == 1 else 'are'} used up")
     return Decision(True, without=_not_replaceable(attempts), bad_checkpoint=bad_checkpoint)

@@ -25,20 +25,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from parallelrun.base import reserve, version
-from parallelrun.base.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_PREEMPTED,
-    EXIT_TERMINATED,
-    ConfigError,
-    EnvironmentProblem,
-    Problem,
-)
+from parallelrun.base import errors, reserve, version
+from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.base.records import redact, write_json, write_text
 from parallelrun.base.version import __version__
 from parallelrun.base.wording import print_note
-from parallelrun.config.kept_model import keep
+from parallelrun.config.from_hf import keep
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.launch.host.environment import num_cores
 from parallelrun.planner.contract.plan import Plan
@@ -48,9 +40,9 @@ from parallelrun.report.records import attempts
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 STATUS_EVERY_S = 2.0
 _STATES = {  # by exit code; with any other a run has failed
-    EXIT_OK: "done",
-    EXIT_PREEMPTED: "preempted",
-    **dict.fromkeys((EXIT_INTERRUPTED, EXIT_TERMINATED), "interrupted"),
+    errors.EXIT_OK: "done",
+    errors.EXIT_PREEMPTED: "preempted",
+    **dict.fromkeys((errors.EXIT_INTERRUPTED, errors.EXIT_TERMINATED), "interrupted"),
 }
 _FILES_OF_A_RUN = ("config.yaml", "status.json", "metrics.jsonl", "checkpoints")
 _VERSIONS = ("torch", "numpy", "hydra-core", "omegaconf", "rich", "safetensors")

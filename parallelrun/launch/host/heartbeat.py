@@ -1,4 +1,7 @@
-"""The heartbeat file: memory that a launcher and its ranks share to report progress and failures."""
+"""Files in memory that a launcher and its ranks share; nothing listens, and only their user can open them.
+
+The heartbeat file reports progress and failures; in the other the ranks of one host meet.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallelrun.base.context import Pace
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 NOT_RETURNED = -1
 
@@ -128,7 +134,15 @@ class HeartbeatFile:
         return int(self._header.failed_save)
 
 
-def anonymous_file(name: str, size: int) -> int:
+def file_store(descriptor: int) -> Store:
+    """Return the store in an `anonymous_file`. A rank that waits for a key looks every 10 ms."""
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+    store: Store = FileStore(f"/proc/self/fd/{descriptor}")
+    return store
+
+
+def anonymous_file(name: str, size: int = 0) -> int:
     """Return the descriptor of a new file of zeros in memory, for this process and those that inherit it."""
     descriptor = os.memfd_create(f"parallelrun-{name}")
     os.ftruncate(descriptor, size)

@@ -20,11 +20,10 @@ from parallelrun.config.schema.run_schema import Config
 from parallelrun.launch.host import emulation, position
 from parallelrun.launch.host.emulation import Namespaces
 from parallelrun.launch.host.environment import for_rank, num_cores, threads_per_rank
-from parallelrun.launch.host.heartbeat import HeartbeatFile
+from parallelrun.launch.host.heartbeat import HeartbeatFile, anonymous_file, file_store
 from parallelrun.launch.host.job import WORKER, Job, RankSettings
 from parallelrun.launch.host.os_process import own_group
 from parallelrun.launch.host.output import open_log, redirect
-from parallelrun.launch.host.store_file import StoreFile, file_store, store_file
 from parallelrun.launch.ranks import rank as ranks
 from parallelrun.planner.contract.plan import Plan
 
@@ -131,16 +130,18 @@ def start(job: Job, heartbeats: HeartbeatFile) -> Iterator[int]:
     job = prepared(job)
     start_rank = _fork if method_for(job.plan) == FORK else _exec
     threads = threads_per_rank(os.environ, job.plan.world)
-    with emulation.namespaces(job.config, job.plan) as hosts, store_file() as file:
+    with emulation.namespaces(job.config, job.plan) as hosts:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
+        store = anonymous_file("store")
         gc.freeze()
         try:
             for rank in range(job.plan.world):
-                yield start_rank(job, RankSettings(rank, rank, threads), heartbeats, file, hosts)
+                yield start_rank(job, RankSettings(rank, rank, threads), heartbeats, store, hosts)
         finally:
             gc.unfreeze()
+            os.close(store)
 
 
 def fork(run: Callable[[], int]) -> int:
@@ -178,9 +179,7 @@ def take_turns(num_ranks: int) -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _fork(
-    job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: StoreFile, hosts: Namespaces | None
-) -> int:
+def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, store: int, hosts: Namespaces | None) -> int:
     rank, world = settings.rank, job.plan.world
 
     def run() -> int:
@@ -197,15 +196,13 @@ def _fork(
             hosts.enter(rank)
         os.environ.clear()
         os.environ.update(environment)
-        connect = partial(file_store, file.path) if world > 1 else None
+        connect = partial(file_store, store) if world > 1 else None
         return ranks.serve(job, settings, heartbeats, connect)
 
     return fork(run)
 
 
-def _exec(
-    job: Job, settings: RankSettings, heartbeats: HeartbeatFile, file: StoreFile, hosts: Namespaces | None
-) -> int:
+def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, store: int, hosts: Namespaces | None) -> int:
     rank, world, serves = settings.rank, job.plan.world, settings.rank == 0
     order = {
         "config_file": os.fspath(job.config_file),
@@ -215,7 +212,7 @@ def _exec(
         "world": world,
         "parent": os.getpid(),
         "heartbeats": heartbeats.descriptor,
-        "store": file.path,
+        "store": store,
     }
     environment = for_rank(os.environ, rank, world, settings.threads)
     environment |= hosts.variables(rank) if hosts else {}
@@ -224,7 +221,7 @@ def _exec(
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "parallelrun.launch.ranks.rank", json.dumps(order)],
-            pass_fds=[heartbeats.descriptor, file.descriptor],
+            pass_fds=[heartbeats.descriptor, store],
             stdin=subprocess.DEVNULL,
             stdout=None if serves else log,
             stderr=log,

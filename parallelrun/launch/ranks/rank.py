@@ -24,10 +24,9 @@ from parallelrun.base.context import WorkerContext
 from parallelrun.base.errors import EXIT_INTERRUPTED, EnvironmentProblem, Problem, cause_chain
 from parallelrun.launch.failures import failure
 from parallelrun.launch.host import position, preflight
-from parallelrun.launch.host.heartbeat import HeartbeatFile
+from parallelrun.launch.host.heartbeat import HeartbeatFile, file_store
 from parallelrun.launch.host.job import Job, RankSettings
 from parallelrun.launch.host.output import redirect
-from parallelrun.launch.host.store_file import file_store
 from parallelrun.planner.contract.plan import Plan
 
 if TYPE_CHECKING:
@@ -199,16 +198,9 @@ def leave_with_parent(parent: int) -> None:
 
 
 def main(
-    config_file: str,
-    folder: str,
-    worker: str,
-    rank: int,
-    world: int,
-    parent: int,
-    heartbeats: int,
-    store: str,
+    config_file: str, folder: str, worker: str, rank: int, world: int, parent: int, heartbeats: int, store: int
 ) -> NoReturn:
-    """Run an exec'd rank. heartbeats: an inherited descriptor; store: the path of the store's file."""
+    """Run an exec'd rank. heartbeats, store: inherited descriptors."""
     leave_with_parent(parent)
     heartbeat_file = HeartbeatFile(world, heartbeats)
     take_signals(heartbeat_file)

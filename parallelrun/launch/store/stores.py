@@ -25,8 +25,8 @@ from parallelrun.base.records import write_text
 from parallelrun.base.wording import print_note
 from parallelrun.launch.host import interfaces
 from parallelrun.launch.host.environment import TOKEN, Attached
+from parallelrun.launch.host.heartbeat import anonymous_file, file_store
 from parallelrun.launch.host.os_process import start_time
-from parallelrun.launch.host.store_file import file_store
 from parallelrun.launch.store import store_server
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def connect(attached: Attached, timeout_s: float = CONNECT_S) -> Store:
         raise EnvironmentProblem(Problem(message, "GLOO_SOCKET_IFNAME", command="unset GLOO_SOCKET_IFNAME"))
     prefix = f"parallelrun/{attached.job}"
     if attached.master_port == 0:
-        return PrefixStore(prefix, file_store(f"/proc/self/fd/{_shared_file(attached, timeout_s)}"))
+        return PrefixStore(prefix, file_store(_shared_file(attached, timeout_s)))
     try:
         socket.getaddrinfo(attached.master_addr, None)
     except OSError as error:
@@ -121,7 +121,7 @@ def _shared_file(attached: Attached, timeout_s: float) -> int:
     """Return a descriptor of the file that rank 0 has made, and announced in a private file named after the job."""
     note = _note(attached)
     if attached.rank == 0:
-        descriptor = os.memfd_create("parallelrun-store")
+        descriptor = anonymous_file("store")
         contact = {"descriptor": descriptor, "pid": os.getpid(), "born": start_time(os.getpid())}
         write_text(note, json.dumps(contact))
         return descriptor

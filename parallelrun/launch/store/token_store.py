@@ -15,15 +15,6 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from parallelrun.launch.store import store_server
-from parallelrun.launch.store.store_server import (
-    ACCEPTED,
-    DONE,
-    GREETING,
-    HEADER_BYTES,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    TIMED_OUT,
-)
 
 _TRY_S = 5.0  # for one address to answer
 _PAUSE_S = 0.1
@@ -97,14 +88,14 @@ class TokenStore(Store):
             try:
                 self._socket.settimeout(wait_s + _ANSWER_S)
                 self._socket.sendall(store_server.packed([operation, *texts]))
-                length = store_server.message_length(_received(self._socket, HEADER_BYTES))
+                length = store_server.message_length(_received(self._socket, store_server.HEADER_BYTES))
                 answer: list[str] = json.loads(_received(self._socket, length))
             except OSError as error:
                 self._socket.close()  # an answer that comes later would be taken for another one's
                 raise DistNetworkError(f"the store's server is gone: Connection reset by peer ({error})") from error
-        if answer[0] == TIMED_OUT:
+        if answer[0] == store_server.TIMED_OUT:
             raise DistStoreError(f"Wait timeout after {wait_s:g} s: no key {answer[1]} in the store")
-        if answer[0] != DONE:
+        if answer[0] != store_server.DONE:
             raise ValueError(f"store: {' '.join(answer)}")
         return answer[1:]
 
@@ -148,10 +139,10 @@ def _connected(addresses: Sequence[tuple[str, int]], token: str, timeout_s: floa
 def _is_ours(connection: socket.socket, token: str) -> bool:
     """Return whether the server knows `token`, after proving that this process does. Raises ValueError if it is none
     of ours."""
-    if _received(connection, len(GREETING)) != GREETING:
+    if _received(connection, len(store_server.GREETING)) != store_server.GREETING:
         raise ValueError("not a store of ours")
-    theirs, ours = _received(connection, NONCE_BYTES), os.urandom(NONCE_BYTES)
+    theirs, ours = _received(connection, store_server.NONCE_BYTES), os.urandom(store_server.NONCE_BYTES)
     connection.sendall(ours + store_server.proof(token, b"client", theirs + ours))
-    if _received(connection, len(ACCEPTED)) != ACCEPTED:
+    if _received(connection, len(store_server.ACCEPTED)) != store_server.ACCEPTED:
         return False
-    return _received(connection, PROOF_BYTES) == store_server.proof(token, b"server", theirs + ours)
+    return _received(connection, store_server.PROOF_BYTES) == store_server.proof(token, b"server", theirs + ours)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -24,14 +23,6 @@ from parallelrun.report.screen import labelled, print_command, show_section, tab
 SHOWN = 3  # plans side by side
 DEGREES = ("pp", "dp", "cp", "tp", "ep", "layout")  # plans that differ in one of these are shown side by side
 MOST_REASONS = 3  # for which plans have no time, or are not legal
-
-
-@dataclass(frozen=True)
-class Context:
-    """Facts that the screen of a search shows beside the result. config: as given. command: runs the best plan."""
-
-    config: Config
-    command: str
 
 
 def document(result: Search) -> dict[str, Any]:
@@ -81,13 +72,17 @@ def timed(plan: Found) -> StepTime:
 
 def show(
     result: Search,
-    context: Context,
+    config: Config,
+    command: str,
     console: Console,
     more: Sequence[tuple[str, RenderableType]] = (),
     filled: Sequence[str] = (),
 ) -> None:
-    """Print a search that has found a plan. more: labelled lines before the command. filled: as those of a plan."""
-    config, shown = context.config, side_by_side(result.best)
+    """Print a search that has found a plan.
+
+    config: as given. command: runs the best plan. more: labelled lines before it. filled: as those of a plan.
+    """
+    shown = side_by_side(result.best)
     title = (
         f"search: {config.model.preset} on {counted(result.world, 'device')} of {config.cluster.name}, {_batch(result)}"
     )
@@ -111,7 +106,7 @@ def show(
         parts += [Text(), labelled(tail)]
     show_section(title, Group(*parts), console)
     console.print("run it:")
-    print_command(context.command, console)
+    print_command(command, console)
 
 
 def rank_rows(result: Search | None, mine: StepTime, fits: str) -> list[tuple[str, RenderableType]]:

@@ -13,15 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from parallelrun.base.wording import counted
+from parallelrun.report.records import run_differences
 from parallelrun.report.records.metrics import METRICS, metric_text
-from parallelrun.report.records.run_differences import (
-    MISSING,
-    Column,
-    KeyDifference,
-    LossDifference,
-    RunComparison,
-    Spread,
-)
+from parallelrun.report.records.run_differences import Column, KeyDifference, RunComparison
 from parallelrun.report.screen import NO_LIMIT, table
 
 MOST_COLUMNS = 4  # beside each other on the screen; more runs are compared below each other
@@ -72,7 +66,7 @@ def document(comparison: RunComparison, failed: Sequence[str]) -> dict[str, Any]
 
     def values(row: KeyDifference) -> dict[str, Any]:
         pairs = zip(comparison.columns, row.values)
-        return {column.label: value for column, value in pairs if value is not MISSING}
+        return {column.label: value for column, value in pairs if value is not run_differences.MISSING}
 
     def by_column(spreads: Iterable[Any]) -> dict[str, Any]:
         return {column.label: spread for column, spread in zip(comparison.columns, spreads)}
@@ -159,7 +153,7 @@ def by_value(row: KeyDifference, columns: Sequence[Column]) -> list[tuple[str, s
 
 def value_text(value: Any) -> str:
     """Return a value of a configuration or manifest, short."""
-    if value is MISSING:
+    if value is run_differences.MISSING:
         return _NONE
     if _is_table(value):
         return f"[{counted(len(value), 'row')}]"
@@ -222,7 +216,7 @@ def _result_rows(comparison: RunComparison) -> list[list[str]]:
     return rows
 
 
-def spread_text(key: str, spread: Spread | None) -> str:
+def spread_text(key: str, spread: run_differences.Spread | None) -> str:
     """Return `4.42 ±0.01`, or `-` for a result that was not recorded."""
     if spread is None:
         return _NONE
@@ -248,7 +242,7 @@ def losses(comparison: RunComparison) -> list[str]:
     return [loss_text(base.label, difference) for difference in trained]
 
 
-def loss_text(base: str, gap: LossDifference) -> str:
+def loss_text(base: str, gap: run_differences.LossDifference) -> str:
     """Say where the losses of a run part from those of the run `base`, and by how much."""
     pair = f"losses of {base} and {gap.label}"
     if not gap.num_common:

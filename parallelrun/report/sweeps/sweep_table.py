@@ -1,7 +1,13 @@
-"""The table of a sweep, and its results.csv."""
+"""The table of a sweep and its results.csv, with the scaling over ranks, compared with ideal scaling.
+
+Points whose overrides differ only in world and degrees form a group. Strong scaling keeps the global batch; weak
+scaling keeps the batch of each data replica (`local_batch`). Under ideal scaling, every rank processes as many
+samples/s as a rank of the smallest point.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
@@ -15,8 +21,8 @@ from parallelrun.base.wording import counted
 from parallelrun.report.figures import csv_text, degrees_text
 from parallelrun.report.records.metrics import METRICS, NUMBER, metric_text, unit_of
 from parallelrun.report.screen import NO_LIMIT, open_console, table
-from parallelrun.report.sweeps.scaling import efficiencies
-from parallelrun.report.sweeps.sweep_rows import DEGREES, PLANNED, RESULTS, is_crowded, overridden, read, varied
+from parallelrun.report.sweeps import sweep_rows
+from parallelrun.report.sweeps.sweep_rows import DEGREES, FINISHED, PLANNED, RESULTS, overridden
 
 CSV = "results.csv"
 _FIRST = ("point", "state", "same_as", "reason", "directory", "exit_code")
@@ -32,11 +38,13 @@ _COLUMNS_OF_PLANS = (
 _DROPPED_FIRST = ("loss", "error", "sent a step")  # on a narrow terminal; results.csv has everything
 _MAX_ROWS = 200
 BOUND = "*"  # after figures that follow from a bound on the step time
+RATE = "samples_per_s"
+_SHAPING = {*DEGREES, "grid", "depth"}  # keys that may differ within a group
 
 
 def write_csv(directory: Path) -> None:
     """Write results.csv: the rows of results.jsonl, with a column for every override's key and every field."""
-    points = with_efficiency(read(directory))
+    points = with_efficiency(sweep_rows.read(directory))
     rows = [{**overridden(row), **{k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in row.items()}}
             for row in points]  # fmt: skip
     keys = [key for row in points for key in overridden(row)]
@@ -55,7 +63,7 @@ def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def show(directory: Path) -> None:
     """Print the table of a sweep and the path of its results."""
     console = open_console()
-    show_table(read(directory), console)
+    show_table(sweep_rows.read(directory), console)
     console.print(f"results: {directory / CSV}", soft_wrap=True)
 
 
@@ -77,7 +85,7 @@ def show_table(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(drawn)
     lines = [f"left out, because the terminal is narrow: {', '.join(left_out)}"] if left_out else []
     lines += [order] if order else []
-    for row, names in list(zip(rows, varied(rows)))[:_MAX_ROWS]:
+    for row, names in list(zip(rows, sweep_rows.varied(rows)))[:_MAX_ROWS]:
         if row.get("reason"):
             directory = f" ({row['directory']})" if row.get("directory") else ""
             lines.append(f"# {' '.join((str(row['point']), *names))}: {row['state']}: {row['reason']}{directory}")
@@ -99,7 +107,7 @@ def _ordered(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
 
     Where ranks shared cores, measured times say nothing of the points, and predicted ones order them.
     """
-    if not any(is_crowded(row) for row in rows):
+    if not any(sweep_rows.is_crowded(row) for row in rows):
         return rows, ""
     note = "step time is no scaling measurement: ranks shared cores"
     finished = [row for row in rows if row["state"] == "done"]
@@ -124,7 +132,7 @@ def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 def _table(rows: list[dict[str, Any]], columns: dict[str, str]) -> Table:
     """columns: title -> key."""
-    names = varied(rows)
+    names = sweep_rows.varied(rows)
     swept = [key for key in dict.fromkeys(text.partition("=")[0] for name in names for text in name) if key != "world"]
     titles = [">#", *swept, "state", ">world", "degrees", *(f">{title}" for title in columns)]
     title = f"sweep of {counted(len(rows), 'point')}"
@@ -162,3 +170,23 @@ def _cell_text(key: str, value: Any) -> str:
     if unit_of(key) == NUMBER:
         return f"{value:.4g}" if isinstance(value, float) else str(value)
     return metric_text(key, value)
+
+
+def efficiencies(rows: Sequence[dict[str, Any]]) -> dict[int, tuple[str, float]]:
+    """Return (strong | weak, rate over that of ideal scaling) of the points of a sweep, by the point's number.
+
+    A group has points of at least two world sizes.
+    """
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row.get("state") in FINISHED and row.get(RATE) and row.get("world"):
+            key = tuple(text for text in row.get("overrides", ()) if text.partition("=")[0] not in _SHAPING)
+            groups[key].append(row)
+    shares: dict[int, tuple[str, float]] = {}
+    for group in groups.values():
+        smallest = min(row["world"] for row in group)
+        if any(row["world"] > smallest for row in group):
+            base = max(row[RATE] / smallest for row in group if row["world"] == smallest)
+            kind = "strong" if len({row.get("global_batch") for row in group}) == 1 else "weak"
+            shares |= {row["point"]: (kind, row[RATE] / row["world"] / base) for row in group}
+    return shares

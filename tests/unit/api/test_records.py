@@ -52,7 +52,7 @@ def test_compare(folder):
     assert found.failures("val_loss>+1%", "loss>9") == ["val_loss>+1%: val_loss of B is 3.3, +10.000% from A's 3"]
     rows = {row["result"]: row for row in found.rows()}
     assert (rows["val_loss"]["A"], rows["val_loss"]["B"]) == (3.0, 3.3)
-    assert "optimizer.lr" in found.markdown() and found.document()["failed"] == []
+    assert "optimizer.lr" in found.markdown()
     assert len(repr(found)) < 400 and str(found) == found.markdown() and repr(pr.runs(folder)) == "RunTable(3 rows)"
     with pytest.raises(pr.ConfigError, match="two different runs"):
         pr.compare("aaa111", pr.load("aaa111", runs=folder), runs=folder)

@@ -21,12 +21,11 @@ from parallelrun.checkpoint.index import (
     StoredTensor,
     check_model,
     describe_plan,
-    encode,
     reshard_note,
     verify_file,
 )
 from parallelrun.checkpoint.resume import choose, resolve_resume
-from parallelrun.checkpoint.schema import decode, read_index
+from parallelrun.checkpoint.schema import decode, encode, read_index
 from tests.checkpoints import written
 from tests.plans import tiny_config, tiny_plan
 
@@ -114,7 +113,7 @@ class TestIndex:
         assert "do not cover" in said(decode, raw, tmp_path)
 
     def test_another_schema_is_refused(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("parallelrun.checkpoint.index.SCHEMA", 2)
+        monkeypatch.setattr("parallelrun.checkpoint.schema.SCHEMA", 2)
         raw = encode(Index(1, "sgd", {}, {}, {}, {}))
         monkeypatch.undo()
         assert "schema 2" in said(decode, raw, tmp_path)

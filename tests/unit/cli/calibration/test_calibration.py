@@ -11,7 +11,7 @@ import yaml
 
 from parallelrun.base.errors import ConfigError, EnvironmentProblem
 from parallelrun.cli.calibration import constants, devices, file, training
-from parallelrun.cli.calibration.constants import PlannedStep, calibrated, plan_of_exchange, step_seconds
+from parallelrun.cli.calibration.constants import calibrated, plan_of_exchange, plan_of_step, step_seconds
 from parallelrun.cli.calibration.devices import EXCHANGED, OPERATIONS, PRODUCTS, shapes
 from parallelrun.cli.calibration.measurements import Measurements, Sample, TimedExchange, TimedProduct, TimedStep
 from parallelrun.cli.calibration.session import composed, highest_rates
@@ -178,7 +178,7 @@ def test_a_calibrated_cluster_is_found_by_every_command(tmp_path, monkeypatch):
     cluster = composed_by_user("model=gpt", "cluster=mine").config.cluster
     assert cluster.cores == 2 and cluster.peak_tflops == {"fp32": 0.1, "bf16": 0.2}
     assert cluster.operation_us == pytest.approx(found.cluster.operation_us, rel=1e-3)
-    assert step_time(PlannedStep.of(measured.steps[0]).plan, cluster) is not None
+    assert step_time(plan_of_step(measured.steps[0]), cluster) is not None
     assert [one.source for one in presets.described("cluster") if one.name == "mine"] == ["user"]
     text = path.read_text()
     for said in ("2026-11-22T12:00:00Z", "host here", "torch 2", "Median spread", "median error"):

@@ -51,7 +51,7 @@ def config() -> Config:
 
 def screen(search: Search = SEARCH, width: int = 120, terminal: bool = True) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=terminal, no_color=True, color_system=None)
-    report.show(search, report.Context(config(), "parallelrun model=gpt2_124m tp=2"), console)
+    report.show(search, config(), "parallelrun model=gpt2_124m tp=2", console)
     return console.file.getvalue()
 
 
