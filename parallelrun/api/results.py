@@ -132,7 +132,7 @@ class Run:
     def config(self) -> Config:
         """The configuration with every value that the run used. Raises CheckpointError for a broken file."""
         from parallelrun.checkpoint.resume import saved_config
-        from parallelrun.config.from_hf import with_kept
+        from parallelrun.config.kept_model import with_kept
         from parallelrun.report.records.find import CONFIG
 
         config = saved_config(self.directory)

@@ -137,7 +137,7 @@ def with_surroundings(composed: Composed, attached: Attached | None) -> Composed
 
         composed = replace(composed, config=tf_config.apply(composed.config, os.environ))
     if composed.config.resume is not None:
-        from parallelrun.cli.planned import with_saved_configuration
+        from parallelrun.cli.resume import with_saved_configuration
 
         composed = with_saved_configuration(composed, attached.world if attached else None)
     return composed

@@ -1,14 +1,12 @@
 """`model.from_hf`: the values of `model` that a config.json of Hugging Face transformers stands for.
 
-The registry finds the module `hugging_face` of a model, which knows the fields of its classes. A run keeps its own copy
-of what `model.path` names: config.json and the tokenizer's files, which outlive the original.
+The registry finds the module `hugging_face` of a model, which knows the fields of its classes.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Set
 from dataclasses import fields, replace
@@ -20,19 +18,11 @@ from typing import Any
 from parallelrun.base import registry
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.config.schema.model_schema import ModelConfig, RouterConfig
-from parallelrun.config.schema.run_schema import Config
 from parallelrun.config.stored_tensors import differ
 
 CONFIG_FILE = "config.json"
 _MODULE = "hugging_face"
 _MAX_BYTES = 2**22
-FOLDER = "model"  # in the directory of a run
-TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "vocab.txt",
-)  # fmt: skip
-GENERATION = "generation_config.json"
-_OTHERS = ("chat_template.jinja", GENERATION)
 
 
 def families_of(name: str) -> tuple[Any, ...]:
@@ -102,27 +92,3 @@ def _is_untied(family: Any, file: Path) -> bool:
 
 def _kept(section: Any, names: Set[str], prefix: str) -> dict[str, Any]:
     return {item.name: getattr(section, item.name) for item in fields(section) if f"{prefix}{item.name}" in names}
-
-
-def keep(config: Config, folder: Path) -> None:
-    """Copy what describes the model of `model.path` into `folder`. Nothing if it names a class. Raises OSError."""
-    source = Path(config.model.path or "").expanduser()
-    if config.model.path is None or not source.exists():
-        return
-    (folder / FOLDER).mkdir(mode=0o700)
-    names = (CONFIG_FILE, *TOKENIZER, *_OTHERS)
-    files = {name: source / name for name in names} if source.is_dir() else {CONFIG_FILE: source}
-    for name, file in files.items():
-        if file.is_file():
-            shutil.copyfile(file, folder / FOLDER / name)
-
-
-def with_kept(config: Config, folder: Path) -> Config:
-    """Return the configuration of the run in `folder` with its own copy in the place of the original."""
-    copy = folder / FOLDER
-    if config.model.path is None or not (copy / CONFIG_FILE).is_file():
-        return config
-    original, tokenizer = Path(config.model.path), config.dataset.tokenizer
-    if tokenizer is not None and Path(tokenizer) in (original, original / TOKENIZER[0]):
-        config = replace(config, dataset=replace(config.dataset, tokenizer=str(copy / TOKENIZER[0])))
-    return replace(config, model=replace(config.model, path=str(copy)))

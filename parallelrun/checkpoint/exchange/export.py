@@ -31,7 +31,7 @@ from parallelrun.checkpoint.resume import CONFIG_FILE
 from parallelrun.checkpoint.schema import encode
 from parallelrun.checkpoint.storage import dtype_name, file_of_rank, tensor_bytes
 from parallelrun.config.from_hf import CONFIG_FILE as THEIR_CONFIG
-from parallelrun.config.from_hf import GENERATION, keep
+from parallelrun.config.kept_model import GENERATION, keep
 from parallelrun.config.stored_tensors import SHARD_INDEX, SINGLE_FILE
 from parallelrun.models.hugging_face import Family, FixedTensor, Piece, family_for
 from parallelrun.planner.model import definitions

@@ -16,7 +16,7 @@ from parallelrun.checkpoint.files import sync, write_json
 from parallelrun.checkpoint.index import INDEX_FILE
 from parallelrun.checkpoint.resume import CONFIG_FILE, saved_config
 from parallelrun.config import from_hf
-from parallelrun.config.from_hf import GENERATION, TOKENIZER
+from parallelrun.config.kept_model import GENERATION, TOKENIZER
 from parallelrun.config.stored_tensors import SHARD_INDEX, SINGLE_FILE
 
 if TYPE_CHECKING:

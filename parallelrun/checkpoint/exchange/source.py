@@ -14,7 +14,7 @@ from parallelrun.checkpoint.exchange.paths import absolute, checkpoint_at, has_f
 from parallelrun.checkpoint.exchange.weights import CheckpointWeights, FileWeights, LoadedWeights, Weights, stored_names
 from parallelrun.checkpoint.resume import CONFIG_FILE, saved_config
 from parallelrun.config import from_hf
-from parallelrun.config.from_hf import with_kept
+from parallelrun.config.kept_model import with_kept
 from parallelrun.config.keys import named_code
 from parallelrun.config.schema.model_schema import DatasetConfig, ModelConfig
 from parallelrun.config.schema.run_schema import Config

@@ -14,7 +14,7 @@ from parallelrun.checkpoint.exchange.source import StoredModel
 from parallelrun.checkpoint.exchange.weights import CheckpointWeights
 from parallelrun.checkpoint.files import write_json
 from parallelrun.config import from_hf
-from parallelrun.config.from_hf import GENERATION, TOKENIZER
+from parallelrun.config.kept_model import GENERATION, TOKENIZER
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.data.tokenizing.tokenizer import END_OF_TEXT, FILE, NUM_BYTES, find_tokenizer, open_tokenizer
 from parallelrun.planner.model import definitions

@@ -1,28 +1,20 @@
-"""The ranks' side of a calibration: `measure` times the machine, `steps` a training. Both write JSON files.
+"""Timing of a rank's device: matrix products, copies and collectives. GPUs are timed by CUDA events.
 
-Matrix products, copies and collectives are timed on a rank's device, GPUs by CUDA events. All ranks do the same at the
-same time, so that cores which share caches and memory are measured as runs use them.
+All ranks do the same at the same time, so that cores which share caches and memory are measured as runs use them.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from parallelrun.base.context import ASKED, WorkerContext
-from parallelrun.base.errors import EXIT_OK
-from parallelrun.base.records import write_json
 from parallelrun.cli.calibration.measurements import Sample, TimedExchange, TimedProduct
-from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed import comm, torch_private
-from parallelrun.distributed.mesh import Group, build_mesh
-from parallelrun.launch.ranks import worker
-from parallelrun.planner.contract.plan import Plan
+from parallelrun.distributed.mesh import Group
 
 REPEATS = 5
 LONG_S = 1.0  # what takes longer is timed once: 64-bit products of GPUs for games and inference
@@ -175,40 +167,3 @@ def exchange(operation: str, num_bytes: int, group: Group, device: torch.device)
         "send": send,
     }
     return bodies[operation]
-
-
-def measure(config: Config, plan: Plan, context: WorkerContext) -> int:
-    """Time what `asked.json` asks for; write `measured_<rank>.json`."""
-    request = json.loads((context.directory / ASKED).read_text(encoding="utf-8"))
-    if context.device.type == "cpu":
-        torch.set_num_threads(1)
-        torch_private.use_fast_products()
-    mesh = build_mesh(plan, context.device)
-    clock = Clock(context.device, request["seconds"])
-
-    def start() -> None:
-        context.heartbeat(1, "calibrate")
-        comm.all_reduce(torch.zeros(1, device=context.device), mesh.group("dp"), PURPOSE)
-
-    measured: dict[str, object] = {"threads": torch.get_num_threads()}
-    if "products" in request["parts"]:
-        start()
-        measured["peaks"] = {name: asdict(peak(clock, name)) for name in PRECISIONS}
-        measured["products"] = [asdict(row) for row in products(clock, start)]
-        start()
-        measured["memory_bytes_s"] = copies(clock)
-    if "exchanges" in request["parts"] and plan.world > 1:
-        measured["exchanges"] = [asdict(row) for row in exchanges(clock, mesh.group("dp"))]
-    if context.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(context.device)
-        measured["device"] = properties.name
-        measured["multiprocessors"] = properties.multi_processor_count
-        measured["memory_bytes"] = properties.total_memory
-    measured["backend"] = comm.backend_of(mesh) or ""
-    write_json(context.directory / f"measured_{context.rank}.json", measured)
-    return EXIT_OK
-
-
-def steps(config: Config, plan: Plan, context: WorkerContext) -> int:
-    """`parallelrun bench` without its table."""
-    return worker.run(config, plan, replace(context, console_owner=False))

@@ -28,7 +28,7 @@ from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.resolve.freeze import filled, freeze
 from parallelrun.planner.resolve.resolve_config import resolve
 
-WORKERS = "parallelrun.cli.calibration.devices"
+WORKERS = "parallelrun.cli.calibration.worker"
 LEAST_S = 30.0  # a smaller budget hardly reaches the first training
 MEASUREMENT_S, SHORT_S = 0.08, 0.01  # of one product or copy
 ALLOWED_S = 15.0  # the longest that a training of the list is expected to take

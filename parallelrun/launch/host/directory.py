@@ -30,7 +30,7 @@ from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.base.records import redact, write_json, write_text
 from parallelrun.base.version import __version__
 from parallelrun.base.wording import print_note
-from parallelrun.config.from_hf import keep
+from parallelrun.config.kept_model import keep
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.launch.host.environment import num_cores
 from parallelrun.planner.contract.plan import Plan

@@ -16,9 +16,9 @@ from rich.text import Text
 from parallelrun.base.wording import counted
 from parallelrun.planner.predict.prediction import matches_prediction
 from parallelrun.report.figures import ROUNDING, bytes_text, degrees_text, seconds_text
+from parallelrun.report.plans import predicted
 from parallelrun.report.records.metrics import METRICS
 from parallelrun.report.runs import expert_load
-from parallelrun.report.runs.bench import predicted_text
 from parallelrun.report.screen import FRAME, LABEL, WIDEST, labelled, open_console, table
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -91,7 +91,7 @@ def _speed(summary: dict[str, Any]) -> list[tuple[str, Text]]:
         speed = Text(f"{summary['step_time_median_s'] * 1e3:.0f} ms a step (median), {_rate(summary)}")
         rows.append(("speed", speed.append(_parts_of_a_step(summary))))
     if summary.get("predicted"):
-        rows.append(("predicted", Text(predicted_text(summary["predicted"], summary["step_time_median_s"]))))
+        rows.append(("predicted", Text(predicted.text(summary["predicted"], summary["step_time_median_s"]))))
     if summary.get("bubble_measured") is not None and summary["pp"] > 1:
         measured = f"{summary['bubble_measured']:.0%} of a step measured ({seconds_text(summary['bubble_s'])})"
         rows.append(("bubble", Text(f"{measured}, {summary['bubble_predicted']:.0%} predicted")))

@@ -45,7 +45,7 @@ def run(training: Training, context: WorkerContext) -> int:
         document["peak_memory_bytes"] = max(rank["peak_bytes"] for rank in everyone)
         write_json(context.directory / "bench.json", document)
         if context.console_owner:
-            report.show_bench(document)
+            report.show(document)
     return EXIT_OK
 
 

@@ -12,7 +12,7 @@ from parallelrun.base.records import write_json
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed.comm import gather_json
 from parallelrun.planner.contract.plan import Plan
-from parallelrun.report.runs import bench as report
+from parallelrun.report.runs import verify as report
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.verify.checked import checked_config, checked_plan, single_device
 from parallelrun.training.verify.measure import BOUNDS, compare
@@ -85,6 +85,6 @@ def conclude(document: dict[str, Any], training: Training, context: WorkerContex
     if context.rank == 0:
         write_json(context.directory / "verify.json", document)
         if context.console_owner:
-            report.show_verify(document)
+            report.show(document)
     passed = gather_json({"passed": document.get("passed")}, training.mesh)[0]["passed"]
     return EXIT_OK if passed else EXIT_MISMATCH

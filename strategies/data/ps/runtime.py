@@ -16,7 +16,7 @@ from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.report.records import attempts
 from parallelrun.report.runs import final_panel as report
-from parallelrun.report.runs.bench import show_bench
+from parallelrun.report.runs.bench import show as show_bench
 from parallelrun.training.loop import bench
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.data_runtime import DataRuntime, Pair

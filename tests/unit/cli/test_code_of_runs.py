@@ -10,7 +10,7 @@ import pytest
 import parallelrun as pr
 from parallelrun.base.errors import ConfigError
 from parallelrun.checkpoint.exchange import source
-from parallelrun.cli import planned
+from parallelrun.cli import resume
 from parallelrun.config.keys import CODE_KEYS
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.resolve.freeze import freeze
@@ -54,8 +54,8 @@ def directory(config: Config, tmp_path: Path) -> Path:
 
 def test_resuming_needs_it_named_again(config: Config, key: str) -> None:
     with pytest.raises(ConfigError, match="must be named on the command line"):
-        planned._refuse_code(config, frozenset())
-    planned._refuse_code(config, frozenset({key}))
+        resume._refuse_code(config, frozenset())
+    resume._refuse_code(config, frozenset({key}))
 
 
 def test_neither_weights_nor_a_plan_of_a_notebook_call_it(directory: Path) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from parallelrun.report.plans import predicted
 from parallelrun.report.progress import ProgressLine
-from parallelrun.report.runs import bench
+from parallelrun.report.runs import bench, verify
 from parallelrun.report.runs.final_panel import communication_table, show, sparkline
 from parallelrun.report.screen import open_console
 
@@ -181,13 +182,13 @@ def test_messages_are_counted_at_their_senders(capsys):
 
 def test_the_prediction_is_compared_with_what_was_measured():
     known = {"step_s": 0.1, "p10_s": 0.08, "p90_s": 0.12, "compares_parts": False, "explanation": None}
-    assert bench.predicted_text(known, 0.15) == "100 ms a step (80 ms to 120 ms): measured is 50% longer"
-    assert bench.predicted_text(known, 0.05) == "100 ms a step (80 ms to 120 ms): measured is 50% shorter"
+    assert predicted.text(known, 0.15) == "100 ms a step (80 ms to 120 ms): measured is 50% longer"
+    assert predicted.text(known, 0.05) == "100 ms a step (80 ms to 120 ms): measured is 50% shorter"
 
 
 def test_an_error_above_the_bound_is_marked(capsys):
     errors = {"loss": 1e-11, "grads": 2e-10, "params": None}
-    bench.show_verify({
+    verify.show({
         "preset": "ddp", "degrees": {"dp": 2}, "against": "one device", "precision": "fp64", "max_error": errors,
         "tolerance": 1e-10, "worst": dict.fromkeys(errors, "wte"), "reports_only": False, "copies_that_disagree": [],
         "routing_held": False, "parameters_compared": 3, "steps": 2, "passed": False, "equivalence": "exact",
@@ -200,7 +201,7 @@ def test_an_error_above_the_bound_is_marked(capsys):
 
 def test_a_benchmark_shows_each_of_its_figures(capsys):
     seconds = {"median_s": 0.2, "lower_quartile_s": 0.1, "upper_quartile_s": 0.3, "min_s": 0.05, "p95_s": 0.4}
-    bench.show_bench({
+    bench.show({
         **seconds, "model": "gpt", "preset": "ddp", "degrees": {"dp": 2}, "precision": "fp32", "tokens_per_s": 1234.0,
         "samples_per_s": 56.0, "model_flops_per_s": 7.8e9, "payload_bytes_rank_0": 2**21, "steps": 5, "warmup": 2,
         "device": "cpu", "predicted": None, "world": 2, "cores": 2,

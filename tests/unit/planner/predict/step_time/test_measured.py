@@ -7,7 +7,7 @@ import pytest
 from parallelrun.planner.predict.step_time import blocks
 from parallelrun.planner.predict.step_time.measured import predicted_step
 from parallelrun.planner.predict.step_time.spread import BUBBLE, DATA, OPTIMIZER, PIPELINE
-from parallelrun.report.runs import bench as report
+from parallelrun.report.plans import predicted as report
 from tests.unit.config.test_presets import composed
 from tests.unit.config.test_presets import plan as planned
 
@@ -40,8 +40,8 @@ def test_without_rates_nothing_is_predicted():
 
 def test_the_screen_says_how_far_off_the_prediction_is():
     step = prediction(LARGE)
-    lines = report.predicted_text(step, 1.5 * step["step_s"]).splitlines()
+    lines = report.text(step, 1.5 * step["step_s"]).splitlines()
     assert "measured is 50% longer" in lines[0]
-    assert "measured is 50% shorter" in report.predicted_text(step, 0.5 * step["step_s"])
+    assert "measured is 50% shorter" in report.text(step, 0.5 * step["step_s"])
     assert [word in lines[1] for word in ("computing", "waiting to communicate", "bubble")] == [True] * 3
-    assert len(report.predicted_text(prediction(SHARED_CORES), None).splitlines()) == 1, "a rank may wait for a core"
+    assert len(report.text(prediction(SHARED_CORES), None).splitlines()) == 1, "a rank may wait for a core"
