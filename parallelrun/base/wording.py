@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import TextIO
 
+from parallelrun.base import spelling
 from parallelrun.base.errors import Problem
 
 COLUMNS = int(os.environ.get("PARALLELRUN_COLUMNS") or 100)  # of a line of text where there is no terminal
@@ -34,7 +35,7 @@ def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
 def closest(name: str, names: Iterable[str]) -> list[str]:
     """The closest three of `names`, or all of them if none is close."""
     names = list(names)
-    return spelled_alike(str(name), names)[:3] or names
+    return spelling.closest(str(name), names)[:3] or names
 
 
 def one_of(key: str, value: str, names: Iterable[str], command: str = "") -> list[Problem]:
@@ -76,41 +77,3 @@ def rank_range(first: int, count: int) -> str:
 def either(key: str, values: Iterable[int]) -> str:
     """`tp=2 or tp=4`."""
     return " or ".join(f"{key}={value}" for value in values)
-
-
-def plain(word: str) -> str:
-    """`word` without what people write differently: `top_k`, `topk` and `top-K` are one."""
-    return word.lower().translate({ord(mark): None for mark in "_.-"})
-
-
-def distance(left: str, right: str, most: int) -> int:
-    """The number of letters to insert, delete, replace or swap with their neighbour; most + 1 if there are more."""
-    if abs(len(left) - len(right)) > most:
-        return most + 1
-    before: list[int] = []
-    row = list(range(len(right) + 1))
-    for i, letter in enumerate(left, 1):
-        last, before, row = before, row, [i]
-        for j, other in enumerate(right, 1):
-            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
-            if i > 1 and j > 1 and letter == right[j - 2] and left[i - 2] == other:
-                cost = min(cost, last[j - 2] + 1)
-            row.append(cost)
-        if min(row) > most:
-            return most + 1
-    return min(row[-1], most + 1)
-
-
-def tolerated(word: str) -> int:
-    """How many wrong letters a word of this length may have: one in three, at least one and at most three."""
-    return max(1, min(3, (len(plain(word)) + 1) // 3))
-
-
-def spelled_alike(word: str, names: Iterable[str]) -> list[str]:
-    """Those of `names` that are nearest to `word`, all equally near; none if more letters differ than `tolerated`."""
-    most, letters = tolerated(word), plain(word)
-    by_distance: dict[int, list[str]] = {}
-    for name in names:
-        by_distance.setdefault(distance(letters, plain(name), most), []).append(name)
-    nearest = min(by_distance, default=most + 1)
-    return by_distance[nearest] if nearest <= most else []

@@ -36,6 +36,7 @@ _SEARCHING = "searching plans"
 def show(composed: Composed, world: int | None, as_json: bool) -> None:
     """Search, and print the best plans. world: the number of ranks that a launcher has started. Raises ConfigError."""
     from parallelrun.planner.search import device_counts
+    from parallelrun.report.plans import cluster_sizes as sizes_report
     from parallelrun.report.plans import search as report
     from parallelrun.report.plans import training as training_report
 
@@ -57,7 +58,7 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
     useful = _goodput(composed, search.best[0])
     if as_json:
         fields = {"schema": 1, "model": base.model.preset, "cluster": base.cluster.name, "world": search.world}
-        fields |= {"sizes": training_report.sizes_document(*compared)} if compared else {}
+        fields |= {"sizes": sizes_report.document(*compared)} if compared else {}
         fields |= {"search": report.document(search), "command": command}
         print_json({**fields, "goodput": asdict(useful) if useful else None})
         return
@@ -65,9 +66,9 @@ def show(composed: Composed, world: int | None, as_json: bool) -> None:
 
     console = open_console()
     if compared:
-        training_report.show_sizes(*compared, config, console)
+        sizes_report.show(*compared, config, console)
     training = device_counts.training_of(config, search)
-    more = [("training", training_report.training_text(training, config))] if training else []
+    more = [("training", sizes_report.training_text(training, config))] if training else []
     if useful:
         more.append(("goodput", training_report.goodput_text(useful, None)))
     report.show(search, base, command, console, more, filled)

@@ -161,16 +161,16 @@ def _resolved(composed: Composed, attached: Attached | None, line: CommandLine) 
 
 def _through_hydra(prepared: Any) -> tuple[Composed, Path | None] | None:
     """Compose inside Hydra's task. The task only records, so that a run is never inside Hydra's stack frames."""
-    from parallelrun.config import compose, hydra_settings
+    from parallelrun.config import compose, hydra_task
 
     compositions: list[tuple[Composed, Path | None]] = []
     errors: list[Exception] = []
 
     def task(task_config: Any) -> None:
         try:
-            if hydra_settings.sweeping():
+            if hydra_task.sweeping():
                 raise ConfigError(Problem("ask for a sweep with -m", "hydra.mode", command="parallelrun -m ..."))
-            compositions.append((compose.composed(task_config, prepared), hydra_settings.run_directory()))
+            compositions.append((compose.composed(task_config, prepared), hydra_task.run_directory()))
         except Exception as error:  # if the task raised it, Hydra would print a line of its own
             errors.append(error)
 

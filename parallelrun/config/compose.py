@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from parallelrun.base.errors import ConfigError, Problem
-from parallelrun.config import from_hf, hydra_settings, presets, short_names, sweeps, values
+from parallelrun.config import from_hf, hydra_settings, hydra_task, presets, short_names, sweeps, values
 from parallelrun.config.overrides import Override
 from parallelrun.config.recipes import recipe_files as recipes
 from parallelrun.config.recipes import untrusted
@@ -148,7 +148,7 @@ def compose_once(prepared: Prepared) -> tuple[Composed, Path | None]:
     with hydra_settings.as_running(task_config):
         with read_write(task_config), open_dict(task_config):
             del task_config["hydra"]
-        return composed(task_config, prepared), hydra_settings.run_directory()
+        return composed(task_config, prepared), hydra_task.run_directory()
 
 
 def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
@@ -181,7 +181,7 @@ def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
     config, user_keys = short_names.fold(_with_choices_of_model(config, user_keys), user_keys)
     if config.strategy.router and "model.own_router" not in user_keys and _preset_has_router():
         config = replace(config, model=replace(config.model, own_router=True))
-    overrides = tuple(hydra_settings.point_overrides(prepared.shown))
+    overrides = tuple(hydra_task.point_overrides(prepared.shown))
     return Composed(config, frozenset(user_keys), overrides)
 
 

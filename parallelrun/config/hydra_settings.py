@@ -1,8 +1,4 @@
-"""Hydra's own configuration.
-
-Before Hydra runs: whether it asks for a sweep, and whether a recipe may have set it. In the task that Hydra has
-started: its description, of a single run or of a point of a sweep.
-"""
+"""Hydra's own configuration before Hydra runs: whether it asks for a sweep, and whether a recipe may have set it."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 import hydra
@@ -21,8 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from parallelrun.base.errors import ConfigError, Problem
-from parallelrun.config import presets, sweeps
-from parallelrun.config.overrides import unquoted
+from parallelrun.config import sweeps, user_folders
 from parallelrun.config.recipes import untrusted
 
 # Hydra 1.3 must be told not to behave like 1.1; 1.4 warns when it is told.
@@ -76,7 +70,7 @@ def refuse_chdir(hydra_config: Any) -> None:
 
 @contextmanager
 def as_running(config: DictConfig) -> Iterator[None]:
-    """Let `${hydra:...}` and the functions below find the settings of `config` as those of the running task."""
+    """Let `${hydra:...}` and `hydra_task` find the settings of `config` as those of the running task."""
     before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(config)
     try:
@@ -105,7 +99,7 @@ def check(argv: Sequence[str], untrusted_recipes: Mapping[str, str]) -> None:
 
 def search_path(flags: Sequence[str]) -> list[str]:
     """The override that does in a single composition what `--config-dir` among `flags` does in `run_hydra`."""
-    named = presets.flag_values(flags, "--config-dir", "-cd")
+    named = user_folders.flag_values(flags, "--config-dir", "-cd")
     folders = ",".join(f"'file://{os.path.abspath(folder)}'" for folder in named)
     return [f"hydra.searchpath=[{folders}]"] if folders else []
 
@@ -139,60 +133,4 @@ def unknown_key(key: str) -> Problem | None:
 
 
 def _has_own_primary(argv: Sequence[str]) -> bool:
-    return bool(presets.flag_values(argv, "--config-name", "-cn", "--config-path", "-cp"))
-
-
-def sweeping() -> bool:
-    """Whether the running task is a point of a sweep."""
-    return HydraConfig.get().mode == RunMode.MULTIRUN
-
-
-def point_number() -> int:
-    """The number of the running point of a sweep, from 0."""
-    return int(HydraConfig.get().job.num)
-
-
-def point_overrides(shown: Mapping[str, str]) -> list[str]:
-    """The running point's overrides as the user would type them, without those about the sweep itself.
-
-    shown: our name for a recipe's file -> the path that the user typed.
-    """
-    overrides = []
-    for text in HydraConfig.get().overrides.task:
-        key, _, value = text.partition("=")
-        if key == "recipe":
-            overrides.append(f"recipe={shown.get(value, value)}")
-        elif key != "verb" and not key.startswith("sweep."):
-            overrides.append(f"{key.removeprefix('++')}={unquoted(value)}")
-    return overrides
-
-
-def run_directory() -> Path | None:
-    """The directory that the user asked for with `hydra.run.dir=...`, or None."""
-    directory = str(HydraConfig.get().run.dir)
-    return None if directory == "." else Path(directory).expanduser()
-
-
-def subdirectory() -> str | None:
-    """The name that the user gave the points' directories with `hydra.sweep.subdir=...`, for this point; or None."""
-    name = str(HydraConfig.get().sweep.subdir)
-    return None if name == "." else name
-
-
-def searches() -> bool:
-    """Whether the sweeper wants an answer of every point; Hydra's own runs every point and ignores answers."""
-    return str(HydraConfig.get().runtime.choices["hydra/sweeper"]) != "basic"
-
-
-def num_parallel_points(points: int | None) -> int:
-    """How many points the launcher and the sweeper run at once on this host, at most.
-
-    points: the number of points, if it is known. joblib counts processes as scikit-learn does: -1 means all cores. A
-    launcher that names no number (submitit's local one) starts all that the sweeper gives it.
-    """
-    config = HydraConfig.get()
-    jobs = [node.get("n_jobs") for node in (config.launcher, config.sweeper)]
-    cores = os.cpu_count() or 1
-    limits = [max(1, cores + 1 + number if number < 0 else number) for number in jobs if number]
-    listed = None if config.sweeper.get("params") else points  # values to sweep in a file, too
-    return min((number for number in (*limits, config.sweeper.get("max_batch_size"), listed) if number), default=1)
+    return bool(user_folders.flag_values(argv, "--config-name", "-cn", "--config-path", "-cp"))

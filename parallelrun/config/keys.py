@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
 
-from parallelrun.base.wording import spelled_alike
+from parallelrun.base import spelling
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.config.schema.strategy_keys import complete_class, completed
 
@@ -155,7 +155,7 @@ def nearest(word: str, names: Iterable[str], count: int = 3) -> list[str]:
     `h100`)."""
     names = list(names)
     longer = [name for name in names if len(word) > 1 and name.startswith(word)]
-    return (spelled_alike(word, names) or sorted(longer, key=len))[:count]
+    return (spelling.closest(word, names) or sorted(longer, key=len))[:count]
 
 
 def nearest_keys(word: str, count: int = 3) -> list[str]:
@@ -172,9 +172,9 @@ def nearest_keys(word: str, count: int = 3) -> list[str]:
     same = by_last.get(last, []) if not section or section in sections() or section in _WRAPPERS else []
     if word.count(".") > 1:  # strategy.router.jitter: the right part of another section
         same = same or [name for name in typed if name.endswith("." + ".".join(word.split(".")[-2:]))]
-    alike = spelled_alike(word, dict.fromkeys(typed if section else [*typed, *by_last]))
+    alike = spelling.closest(word, dict.fromkeys(typed if section else [*typed, *by_last]))
     spelled = [name for name in alike if name in typed] or [name for part in alike for name in by_last[part]]
-    borrowed = [_ELSEWHERE[name] for name in spelled_alike(word, _ELSEWHERE)]
+    borrowed = [_ELSEWHERE[name] for name in spelling.closest(word, _ELSEWHERE)]
     return list(dict.fromkeys(same or spelled or borrowed or nearest(word, typed, count)))[:count]
 
 

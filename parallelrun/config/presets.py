@@ -1,31 +1,24 @@
-"""The options of every group, read from our YAML files and from the user's folders, which are found as Hydra does.
+"""The options of every group, read from our YAML files and from the user's folders.
 
-The folders are searched after ours, so an option of ours is never hidden: `--config-dir`, `hydra.searchpath` on the
-command line, and Hydra's search path plug-ins of installed packages. YAML is imported late: most command lines need
-none of this, and it is slow to import. Only plug-ins import Hydra.
+YAML is imported late: most command lines need none of this, and it is slow to import.
 """
 
 from __future__ import annotations
 
 import os
-import pkgutil
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module, util
-from itertools import pairwise
+from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from parallelrun.base.errors import ConfigError, Problem
+from parallelrun.config import user_folders
 from parallelrun.config.keys import GROUPS, known_keys, nearest
 from parallelrun.config.recipes import recipe_files
 from parallelrun.config.recipes.recipe_files import RecipeFile
 
 CLUSTER = "cluster"
-_SEARCH_PATH = re.compile(r"\+{0,2}hydra\.searchpath=\[(.*)\]", re.DOTALL)
-_NO_SEARCH_PATH = re.compile(r"hydra_\w+_(launcher|sweeper)|hydra_colorlog")  # plug-ins of other kinds, slow to import
 
 
 @dataclass(frozen=True)
@@ -104,25 +97,25 @@ def described(group: str) -> list[Option]:
 
 def user_groups(words: Sequence[str]) -> frozenset[str]:
     """The groups that only the user's folders have, `experiment` and `experiment/vision` alike."""
-    roots = folders(words)
+    roots = user_folders.folders(words)
     groups = {path.parent.relative_to(root).as_posix() for root in roots for path in root.rglob("*.yaml")}
     return frozenset(name for name in groups if name != "." and name.split("/")[0] not in (*GROUPS, "recipes", "hydra"))
 
 
 def mentions(words: Sequence[str], text: str) -> bool:
     """Whether any YAML file of the user's folders holds `text`."""
-    files = (path for root in folders(words) for path in root.rglob("*.yaml"))
+    files = (path for root in user_folders.folders(words) for path in root.rglob("*.yaml"))
     return any(text in path.read_text(encoding="utf-8", errors="replace") for path in files)
 
 
 def user_options(words: Sequence[str], group: str) -> list[str]:
     """The options of a group in the user's folders, sorted."""
-    return sorted(path.stem for root in folders(words) for path in (root / group).glob("*.yaml"))
+    return sorted(path.stem for root in user_folders.folders(words) for path in (root / group).glob("*.yaml"))
 
 
 def user_recipes(words: Sequence[str]) -> dict[str, RecipeFile]:
     """The recipes of the user's folders by name. They are checked like any recipe that is not ours."""
-    roots = folders(words)
+    roots = user_folders.folders(words)
     files = [path for root in roots for name in ("recipe", "recipes") for path in sorted((root / name).glob("*.yaml"))]
     return {path.stem: RecipeFile(path.stem, path, "user") for path in files if recipe_files.NAME.match(path.stem)}
 
@@ -132,7 +125,7 @@ def user_keys(words: Sequence[str], group: str) -> dict[str, frozenset[str]]:
     import yaml
 
     keys_of_options: dict[str, frozenset[str]] = {}
-    for path in (path for root in folders(words) for path in sorted((root / group).glob("*.yaml"))):
+    for path in (path for root in user_folders.folders(words) for path in sorted((root / group).glob("*.yaml"))):
         text = path.read_text(encoding="utf-8", errors="replace")
         if "@package _global_" not in text:
             continue
@@ -151,51 +144,3 @@ def _dotted(node: Any, prefix: str) -> Iterator[str]:
     for key, value in node.items() if isinstance(node, dict) else ():
         yield f"{prefix}{key}"
         yield from _dotted(value, f"{prefix}{key}.")
-
-
-def flag_values(argv: Sequence[str], *names: str) -> list[str]:
-    """The values of a Hydra flag, written as `--flag value` or `--flag=value`."""
-    apart = [value for flag, value in pairwise(argv) if flag in names]
-    return apart + [word.partition("=")[2] for word in argv if word.partition("=")[0] in names and "=" in word]
-
-
-def folders(words: Sequence[str]) -> list[Path]:
-    """The folders that exist, in Hydra's order. words: a command line."""
-    named = [name for name in flag_values(words, "--config-dir", "-cd") if name][:1]
-    for word in words:
-        if match := _SEARCH_PATH.fullmatch(word):
-            named += [item.strip().strip("'\"") for item in match[1].split(",") if item.strip()]
-    folders = [_folder(name) for name in (*named, *_of_plug_ins())]
-    return [path for path in dict.fromkeys(folders) if path is not None and path.is_dir()]
-
-
-def _folder(name: str) -> Path | None:
-    """The folder of an entry of Hydra's search path: a path, `file://path` or `pkg://package.module`."""
-    if not name.startswith("pkg://"):
-        return Path(name.removeprefix("file://")).expanduser()
-    try:
-        spec = util.find_spec(name.removeprefix("pkg://"))
-    except (ImportError, ValueError):
-        return None
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(places[0]) if places else None
-
-
-@cache
-def _of_plug_ins() -> tuple[str, ...]:
-    """Return the config folders that Hydra's search path plug-ins add (classes in the namespace `hydra_plugins`)."""
-    try:
-        space = import_module("hydra_plugins")
-    except ImportError:
-        return ()
-    if all(_NO_SEARCH_PATH.fullmatch(module.name) for module in pkgutil.iter_modules(space.__path__)):
-        return ()
-    from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-    from hydra.core.plugins import Plugins
-    from hydra.plugins.search_path_plugin import SearchPathPlugin
-
-    path = ConfigSearchPathImpl()
-    for plug_in in Plugins.instance().discover(SearchPathPlugin):
-        if plug_in.__module__.startswith("hydra_plugins."):
-            cast(SearchPathPlugin, plug_in()).manipulate_search_path(path)
-    return tuple(element.path for element in path.get_path() if element.path)

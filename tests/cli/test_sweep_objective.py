@@ -14,7 +14,7 @@ from hydra.core.plugins import Plugins
 from parallelrun.base.errors import ConfigError
 from parallelrun.base.records import write_json
 from parallelrun.cli import main as program
-from parallelrun.cli.sweeps.sweep_settings import Pruned, objective
+from parallelrun.cli.sweeps.objective import Pruned, objective
 from tests.extras import needs
 
 pytestmark = pytest.mark.usefixtures("composed_once")

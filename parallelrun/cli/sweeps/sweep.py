@@ -22,8 +22,8 @@ from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.cli.argv import CommandLine
 from parallelrun.cli.errors import report, translate
 from parallelrun.cli.sweeps import points, sweep_settings
-from parallelrun.cli.sweeps.sweep_settings import objective
-from parallelrun.config import compose, hydra_settings
+from parallelrun.cli.sweeps.objective import objective
+from parallelrun.config import compose, hydra_task
 from parallelrun.config.compose import Composed, Prepared
 from parallelrun.launch.entry import attach
 from parallelrun.launch.host.environment import Attached, detect
@@ -115,7 +115,7 @@ class _Sweep:
             attach.follow(self.words)
             return None
         if os.getpid() != self.process:
-            parallel = 1 if points.has_own_host() else hydra_settings.num_parallel_points(self.prepared.num_points)
+            parallel = 1 if points.has_own_host() else hydra_task.num_parallel_points(self.prepared.num_points)
             points.share_host(self.directory, parallel, self.threads_given)
         with ExitStack() as locks:
             row, key = self._ended(task_config, attached, locks)
@@ -124,15 +124,15 @@ class _Sweep:
             attach.abandon(attached, row["exit_code"])  # there is no run that the other ranks could join
         if row.get("exit_code") in _STOPPING:
             raise _Stopped(row["exit_code"])
-        return self._objective(row, key) if hydra_settings.searches() else None
+        return self._objective(row, key) if hydra_task.searches() else None
 
     def _ended(
         self, task_config: Any, attached: Attached | None, locks: ExitStack
     ) -> tuple[dict[str, Any], str | None]:
         """(the point's row, its `sweep.objective`). locks: prevent others from running it until it is recorded."""
-        number = hydra_settings.point_number()
+        number = hydra_task.point_number()
         row: dict[str, Any] = {"point": number, "invocation": self.invocation}
-        row["overrides"] = hydra_settings.point_overrides(self.prepared.shown)
+        row["overrides"] = hydra_task.point_overrides(self.prepared.shown)
         key = None
         try:
             composed = compose.composed(task_config, self.prepared)
@@ -231,7 +231,7 @@ class _Sweep:
         degrees = "".join(f"{axis}{size}" for axis, size in plan.degrees.items() if size > 1)
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         (self.directory / sweep_rows.RESULTS).touch(mode=0o600)  # a sweep killed in its first point can be resumed
-        named = hydra_settings.subdirectory()
+        named = hydra_task.subdirectory()
         name = named or f"{row['point']:03d}-{plan.preset}-{degrees or 'one'}"
         directory = _fresh(self.directory, name, may_be_empty=named is not None)
         config = composed.config

@@ -1,30 +1,20 @@
-"""Where a sweep's files go, what Hydra is told beside the command line, and each point's objective.
-
-The objective is the number that an optimizing sweeper (hydra/sweeper=optuna) gets.
-"""
+"""Where a sweep's files go, and what Hydra is told beside the command line."""
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
-from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
-from parallelrun.base.wording import did_you_mean
+from parallelrun.base.errors import EnvironmentProblem, Problem
 from parallelrun.cli.argv import CommandLine
 from parallelrun.config import compose, hydra_settings
 from parallelrun.config.compose import Prepared
 from parallelrun.config.hydra_settings import SweepSettings
 from parallelrun.config.overrides import quote, unquoted
 from parallelrun.report.sweeps import sweep_rows
-from parallelrun.report.sweeps.sweep_rows import FINISHED
-
-DEFAULTS = {"run": "val_loss", "bench": "median_s", "verify": "max_error.params", "plan": "step_time_predicted_s"}
 
 
 def with_mode_of_files(line: CommandLine) -> CommandLine:
@@ -79,25 +69,3 @@ def overrides(line: CommandLine, settings: SweepSettings | None, place: Path, sc
     elif line.verb != "plan" and settings is not None and settings.uses_plugin:
         of_hydra = place / "hydra"
     return [*overrides, f"hydra.sweep.dir={quote(str(of_hydra), is_path=True)}"]
-
-
-class Pruned(Exception):
-    """A point without an objective. Sweepers count the exception as a failed trial and continue."""
-
-
-def objective(row: Mapping[str, Any], key: str | None, verb: str) -> float:
-    """The number under `key` (None: the verb's default) in a finished point's row.
-
-    Raises Pruned if the point was refused, failed or has no finite number; ConfigError for an unknown key.
-    """
-    if row["state"] not in FINISHED:
-        raise Pruned(f"point {row['point']} was {row['state']}: {row.get('reason', '')}")
-    key = key or DEFAULTS[verb]
-    value = row.get(key)
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    if key in row and value is None:
-        raise Pruned(f"point {row['point']} has no finite {key}")
-    numbers = [name for name, value in row.items() if isinstance(value, (int, float)) and not isinstance(value, bool)]
-    cause = f"sweep.objective={key}: a {verb} records no number with this name"
-    raise ConfigError(Problem(cause, "sweep.objective", did_you_mean(key, numbers)))

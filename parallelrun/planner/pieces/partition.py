@@ -6,8 +6,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, islice, pairwise
 
+from parallelrun.base import spelling
 from parallelrun.base.errors import Problem
-from parallelrun.base.wording import divisors, spelled_alike
+from parallelrun.base.wording import divisors
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.model.model_spec import BlockSpec, ModelSpec
 
@@ -164,7 +165,9 @@ def _manual(blocks: tuple[BlockSpec, ...], split: list[str], num_stages: int) ->
     names = [block.name for block in blocks]
     unknown = [name for name in split if name not in names]
     if unknown:
-        nearest = [match for name in split for match in ([name] if name in names else spelled_alike(name, names)[:1])]
+        nearest = [
+            match for name in split for match in ([name] if name in names else spelling.closest(name, names)[:1])
+        ]
         message = f"the model has no block {' and no block '.join(map(repr, unknown))}"
         return Problem(message, where, f"{where}={_cuts(blocks, nearest, num_stages)}")
     if follower := next((name for name in split if blocks[names.index(name)].follows), None):

@@ -17,7 +17,7 @@ from parallelrun.config.keys import Key, default_of, known_keys
 from parallelrun.config.schema.cluster_schema import ClusterConfig
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.config.schema.stack_schema import OWN, StackConfig
-from parallelrun.config.values import implausible, plausible_range
+from parallelrun.config.units import implausible, plausible_range
 from parallelrun.planner.contract.classes import tensor_strategy
 from parallelrun.planner.contract.optimizers import OPTIMIZERS, check_lr_scale
 from parallelrun.planner.model.model_spec import ModelSpec

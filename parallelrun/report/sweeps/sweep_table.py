@@ -1,13 +1,7 @@
-"""The table of a sweep and its results.csv, with the scaling over ranks, compared with ideal scaling.
-
-Points whose overrides differ only in world and degrees form a group. Strong scaling keeps the global batch; weak
-scaling keeps the batch of each data replica (`local_batch`). Under ideal scaling, every rank processes as many
-samples/s as a rank of the smallest point.
-"""
+"""The table of a sweep, and its results.csv."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
@@ -22,7 +16,8 @@ from parallelrun.report.figures import csv_text, degrees_text
 from parallelrun.report.records.metrics import METRICS, NUMBER, metric_text, unit_of
 from parallelrun.report.screen import NO_LIMIT, open_console, table
 from parallelrun.report.sweeps import sweep_rows
-from parallelrun.report.sweeps.sweep_rows import DEGREES, FINISHED, PLANNED, RESULTS, overridden
+from parallelrun.report.sweeps.scaling import efficiencies
+from parallelrun.report.sweeps.sweep_rows import DEGREES, PLANNED, RESULTS, overridden
 
 CSV = "results.csv"
 _FIRST = ("point", "state", "same_as", "reason", "directory", "exit_code")
@@ -38,8 +33,6 @@ _COLUMNS_OF_PLANS = (
 _DROPPED_FIRST = ("loss", "error", "sent a step")  # on a narrow terminal; results.csv has everything
 _MAX_ROWS = 200
 BOUND = "*"  # after figures that follow from a bound on the step time
-RATE = "samples_per_s"
-_SHAPING = {*DEGREES, "grid", "depth"}  # keys that may differ within a group
 
 
 def write_csv(directory: Path) -> None:
@@ -170,23 +163,3 @@ def _cell_text(key: str, value: Any) -> str:
     if unit_of(key) == NUMBER:
         return f"{value:.4g}" if isinstance(value, float) else str(value)
     return metric_text(key, value)
-
-
-def efficiencies(rows: Sequence[dict[str, Any]]) -> dict[int, tuple[str, float]]:
-    """Return (strong | weak, rate over that of ideal scaling) of the points of a sweep, by the point's number.
-
-    A group has points of at least two world sizes.
-    """
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        if row.get("state") in FINISHED and row.get(RATE) and row.get("world"):
-            key = tuple(text for text in row.get("overrides", ()) if text.partition("=")[0] not in _SHAPING)
-            groups[key].append(row)
-    shares: dict[int, tuple[str, float]] = {}
-    for group in groups.values():
-        smallest = min(row["world"] for row in group)
-        if any(row["world"] > smallest for row in group):
-            base = max(row[RATE] / smallest for row in group if row["world"] == smallest)
-            kind = "strong" if len({row.get("global_batch") for row in group}) == 1 else "weak"
-            shares |= {row["point"]: (kind, row[RATE] / row["world"] / base) for row in group}
-    return shares

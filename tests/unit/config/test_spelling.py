@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from parallelrun.base import wording
+from parallelrun.base import spelling
 from parallelrun.base.wording import closest
 from parallelrun.config import presets
 from parallelrun.config.keys import _ELSEWHERE, GROUPS, example, known_keys, nearest_keys
@@ -29,7 +29,7 @@ def mistyped(random: Random, word: str) -> str:
 
 
 def letters_between(left: str, right: str) -> int:
-    return wording.distance(wording.plain(left), wording.plain(right), 9)
+    return spelling.distance(spelling.plain(left), spelling.plain(right), 9)
 
 
 def test_typos_of_keys():
@@ -87,4 +87,4 @@ def test_names_of_other_tools_are_names_of_keys_of_ours():
      ("kitten", "sitting", 3, 3), ("kitten", "sitting", 2, 3), ("a", "abcde", 2, 3), ("ca", "abc", 3, 3)],
 )  # fmt: skip
 def test_distances(left, right, most, expected):
-    assert wording.distance(left, right, most) == expected == wording.distance(right, left, most)
+    assert spelling.distance(left, right, most) == expected == spelling.distance(right, left, most)

@@ -10,7 +10,7 @@ import pytest
 from parallelrun.base.errors import ConfigError
 from parallelrun.cli.main import main
 from parallelrun.config.keys import known_keys
-from parallelrun.config.values import CONFUSED
+from parallelrun.config.units import CONFUSED
 from parallelrun.planner.resolve.resolve_config import resolve
 from tests.plans import pairs, tiny_config, tiny_plan
 

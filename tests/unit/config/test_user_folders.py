@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parallelrun.config import presets
+from parallelrun.config import presets, user_folders
 
 PLUG_IN = """
 from hydra.core.config_search_path import ConfigSearchPath
@@ -45,11 +45,11 @@ def test_folders_of_the_command_line_are_found_in_hydras_order(theirs):
     conf = theirs / "site" / "theirs" / "conf"
     for entry in ("pkg://theirs.conf", f"file://{conf}", str(conf), f"'file://{conf}'"):
         words = ["plan", f"hydra.searchpath=[{entry}, file:///nowhere]", "--config-dir", "own.d"]
-        assert presets.folders(words) == [Path("own.d"), conf]
+        assert user_folders.folders(words) == [Path("own.d"), conf]
         assert presets.user_groups(words) == {"experiment"}
         assert presets.user_options(words, "model") == ["small"] and presets.user_options(words, "dataset") == ["mine"]
         assert presets.user_keys(words, "experiment") == {"experiment=wide": frozenset({"model", "tp"})}
-    assert presets.folders(["hydra.searchpath=[pkg://no.such.package]"]) == []
+    assert user_folders.folders(["hydra.searchpath=[pkg://no.such.package]"]) == []
 
 
 def test_the_groups_of_a_search_path_plug_in_compose_like_ours(theirs):

@@ -10,7 +10,7 @@ import yaml
 
 import parallelrun as pr
 from parallelrun.cli.flag_formats import settings, sources, table
-from parallelrun.cli.flag_formats.sources import commands
+from parallelrun.cli.flag_formats.shell import commands
 from parallelrun.cli.main import main
 from parallelrun.config.keys import GROUPS, known_keys
 from tests.other_runners import ACCELERATE, DEEPSPEED, SCRIPT, TOML, dropped, of_words, translated

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from parallelrun.cli.sweeps import points
-from parallelrun.config import hydra_settings
+from parallelrun.config import hydra_task
 from parallelrun.launch.host import share
 
 
@@ -88,5 +88,5 @@ def test_thread_counts_of_the_launcher_are_forgotten_and_the_users_stay(tmp_path
 )
 def test_how_many_points_run_at_once(monkeypatch, launcher, sweeper, points, parallel):
     config = SimpleNamespace(launcher=launcher, sweeper=sweeper)
-    monkeypatch.setattr(hydra_settings.HydraConfig, "get", lambda: config)
-    assert hydra_settings.num_parallel_points(points) == parallel
+    monkeypatch.setattr(hydra_task.HydraConfig, "get", lambda: config)
+    assert hydra_task.num_parallel_points(points) == parallel
