@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun.distributed import comm
@@ -23,11 +22,10 @@ def sum_buckets(buckets: Sequence[Sequence[Tensor]], group: Group, purpose: str,
 
     Two buckets are pending at a time. Their flat copies are the only additional memory.
     """
-    pending: list[tuple[Tensor, Sequence[Tensor], dist.Work]] = []
+    pending: list[tuple[Tensor, Sequence[Tensor], comm.Waitable]] = []
     for tensors in buckets if group.size > 1 else ():
         flat = flatten(tensors)
         work = comm.all_reduce(flat, group, purpose, async_op=True)
-        assert work is not None, "a group of several ranks exchanges messages"
         pending.append((flat, tensors, work))
         if len(pending) == 2:
             _finish(*pending.pop(0), divisor)
@@ -42,6 +40,6 @@ def sum_inside_worker(buckets: Sequence[Sequence[Pair]], plan: Plan, mesh: Mesh)
         sum_buckets(gradients, mesh.group(axis), "gradients")
 
 
-def _finish(flat: Tensor, tensors: Sequence[Tensor], work: dist.Work, divisor: int) -> None:
+def _finish(flat: Tensor, tensors: Sequence[Tensor], work: comm.Waitable, divisor: int) -> None:
     work.wait()
     unflatten(flat.div_(divisor), tensors)
