@@ -66,7 +66,7 @@ def label(axis: str, purpose: str, reduction: str = "", operation: str = "") -> 
     reduction: `sum` or `max`, which cannot be read from torch's call. operation: the operation that the calls implement
     together, if it is not the one that is issued.
     """
-    return _Labelled(Label(axis, purpose, reduction, operation))
+    return _Labelled(_known_label(axis, purpose, reduction, operation))
 
 
 class _Labelled(AbstractContextManager[None]):
