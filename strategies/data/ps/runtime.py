@@ -7,14 +7,12 @@ from dataclasses import replace
 
 from parallelrun.base.context import WorkerContext
 from parallelrun.base.errors import EXIT_OK, EXIT_PREEMPTED
-from parallelrun.base.records import write_json
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed.comm.counter import CommunicationCounter
 from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.report.records import attempts
 from parallelrun.report.runs import final_panel as report
-from parallelrun.report.runs.bench import show as show_bench
 from parallelrun.training.loop import bench
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.saves import SaveTimes
@@ -54,11 +52,7 @@ def run(config: Config, plan: Plan, context: WorkerContext) -> int:
     step_times: list[float] = []  # worker 0's: workers that are not in step have a pace of their own
     code = _train(training, context, step_times)
     if context.rank == 0:
-        document = bench.summarise(step_times[config.bench.warmup :], training)
-        document["peak_memory_bytes"] = peak_bytes(context.device)
-        write_json(context.directory / "bench.json", document)
-        if context.console_owner:
-            show_bench(document)
+        bench.write(step_times[config.bench.warmup :], peak_bytes(context.device), training, context)
     return code
 
 
