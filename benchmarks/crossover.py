@@ -56,15 +56,15 @@ def serve(tensor: Tensor, group: Group, servers: int) -> None:
     parts = segments(0, tensor.numel(), servers)
     if group.index < workers:
         views = [(workers + number, tensor[start:stop]) for number, (start, stop) in enumerate(parts)]
-        works = [comm.isend(part.clone(), server, group, "push") for server, part in views]
-        works += [comm.irecv(part, server, group, "pull") for server, part in views]
+        works = comm.exchange([(part.clone(), server) for server, part in views], [], group, "push")
+        works += comm.exchange([], [(part, server) for server, part in views], group, "pull")
     else:
         start, stop = parts[group.index - workers]
         pushed = tensor.new_empty(workers, stop - start)
-        for work in [comm.irecv(pushed[worker], worker, group, "push") for worker in range(workers)]:
+        for work in comm.exchange([], [(pushed[worker], worker) for worker in range(workers)], group, "push"):
             work.wait()
         total = pushed.sum(0)
-        works = [comm.isend(total, worker, group, "pull") for worker in range(workers)]
+        works = comm.exchange([(total, worker) for worker in range(workers)], [], group, "pull")
     for work in works:
         work.wait()
 

@@ -15,8 +15,8 @@ from parallelrun.models.network import Network
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.training.loop.pipeline_runner import PipelineRunner
 from parallelrun.training.loop.reader import Batch
-from parallelrun.training.metrics.clocks import clock_of
 from parallelrun.training.metrics.schedule_actions import ActionClock
+from parallelrun.training.metrics.timing import clock_of
 
 from .evaluation import ForwardPass, network_input
 from .schedule import Schedule

@@ -97,9 +97,9 @@ def counted() -> list[Collective]:
         comm.all_gather(torch.ones(4, dtype=torch.float64), group, "parameters")
         comm.reduce_scatter(torch.ones(6), group, "gradients")
         if mesh.rank == 0:
-            comm.isend(torch.ones(7), 1, group, "activations").wait()
+            [work.wait() for work in comm.exchange([(torch.ones(7), 1)], [], group, "activations")]
         else:
-            comm.irecv(torch.ones(7), 0, group, "activations").wait()
+            [work.wait() for work in comm.exchange([], [(torch.ones(7), 0)], group, "activations")]
         layer = nn.parallel.DistributedDataParallel(nn.Linear(4, 4), process_group=group.process_group)
         layer(torch.ones(2, 4)).sum().backward()
     return counter.rows()

@@ -84,7 +84,7 @@ def test_threads_wait_at_the_same_time() -> None:
 
 
 def tagged() -> None:
-    """More messages than a ring holds, received by another tag first, and from any rank."""
+    """More messages than a ring holds, received by another tag first."""
     rank, num = dist.get_rank(), 3 * messages._SLOTS
     if rank == 0:
         works = [dist.isend(torch.full((4,), float(number)), 1, tag=1) for number in range(num)]
@@ -98,20 +98,10 @@ def tagged() -> None:
         for number in range(num):
             dist.recv(late, 0, tag=1)
             assert (late == number).all(), (number, late)
-    dist.barrier()
-    if rank:
-        dist.send(torch.full((2,), float(rank)), 0, tag=7)
-    else:
-        buffer, seen = torch.zeros(2), []
-        for _ in range(2):
-            source = dist.recv(buffer, tag=7)
-            assert int(buffer[0]) == source
-            seen.append(source)
-        assert sorted(seen) == [1, 2]
 
 
 def test_messages_match_by_sender_and_tag_in_order() -> None:
-    run_ranks(3, tagged)
+    run_ranks(2, tagged)
 
 
 def many_at_once() -> None:

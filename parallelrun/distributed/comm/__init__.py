@@ -1,6 +1,7 @@
 """The collectives of the project. Each is labelled with its axis and purpose, by which it is counted.
 
-All are no-ops on a group of one rank. None supports autograd: strategies wrap them in operators of their own.
+All are no-ops on a group of one rank. None supports autograd: strategies wrap them in operators of their own. With
+`async_op` they return at once, and their tensors may not be used before `wait` of the result.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ _reduce_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_
 
 # torch's pipeline schedules send both kinds of messages in one call; the counter distinguishes them by tag.
 MESSAGE_TAGS = {"activations": 1, "gradients": 2}
-REDUCTION_TAG = 3  # of the messages of our own all-reduce algorithms: no other receive of the group may match them
 
 
 class Waitable(Protocol):
@@ -50,13 +50,23 @@ class Waitable(Protocol):
     def wait(self) -> object: ...
 
 
+class _Done:
+    """What has ended already: a collective that blocks, or one of a single rank."""
+
+    def wait(self) -> None:
+        pass
+
+
+_DONE = _Done()
+
+
 def label(axis: str, purpose: str, reduction: str = "", operation: str = "") -> AbstractContextManager[None]:
     """Label every collective that is issued inside, including those of torch's FSDP2 and pipelines.
 
     reduction: `sum` or `max`, which cannot be read from torch's call. operation: the operation that the calls implement
     together, if it is not the one that is issued.
     """
-    return _Labelled(Label(axis, purpose, reduction, operation))
+    return _Labelled(_known_label(axis, purpose, reduction, operation))
 
 
 class _Labelled(AbstractContextManager[None]):
@@ -76,11 +86,11 @@ class _Labelled(AbstractContextManager[None]):
 
 def _issue(
     function: Any, group: Group, purpose: str, async_op: bool, *arguments: Any, reduction: str = "", **options: Any
-) -> dist.Work | None:
-    """Call a labelled collective of torch; time it as a wait if it blocks. With async_op, return the Work."""
+) -> Waitable:
+    """Call a labelled collective of torch; time it as a wait if it blocks."""
     timed = nullcontext() if async_op else torch_private.in_stream()
     with label(group.axis, purpose, reduction), timed:
-        work: dist.Work | None = function(*arguments, group=group.process_group, async_op=async_op, **options)
+        work: Waitable = function(*arguments, group=group.process_group, async_op=async_op, **options) or _DONE
         return work
 
 
@@ -101,13 +111,13 @@ def current_label() -> Label | None:
     return _LABEL.get()
 
 
-def all_reduce(tensor: Tensor, group: Group, purpose: str, op: str = "sum", async_op: bool = False) -> dist.Work | None:
-    """Reduce `tensor` over the group, in place. With async_op, return the Work (None on a group of one)."""
+def all_reduce(tensor: Tensor, group: Group, purpose: str, op: str = "sum", async_op: bool = False) -> Waitable:
+    """Reduce `tensor` over the group, in place."""
     if group.size == 1:
-        return None
+        return _DONE
     if isinstance(group.process_group, SharedMemoryGroup):  # torch's checks take longer than a small sum
         with _Labelled(_known_label(group.axis, purpose, op)):
-            return group.process_group.all_reduce(tensor, _OPERATIONS[op], async_op)
+            return group.process_group.all_reduce(tensor, _OPERATIONS[op], async_op) or _DONE
     return _issue(dist.all_reduce, group, purpose, async_op, tensor, reduction=op, op=_OPERATIONS[op])
 
 
@@ -131,26 +141,19 @@ def reduce_scatter(tensor: Tensor, group: Group, purpose: str, dim: int = 0) -> 
     return mine
 
 
-def all_gather_into(
-    output: Tensor, tensor: Tensor, group: Group, purpose: str, async_op: bool = False
-) -> dist.Work | None:
-    """Gather every rank's `tensor` (n, ...) into `output` (size * n, ...), both contiguous. Returns the Work."""
+def all_gather_into(output: Tensor, tensor: Tensor, group: Group, purpose: str, async_op: bool = False) -> Waitable:
+    """Gather every rank's `tensor` (n, ...) into `output` (size * n, ...), both contiguous."""
     return _issue(_gather_into, group, purpose, async_op, output, tensor)
 
 
-def reduce_scatter_into(
-    output: Tensor, tensor: Tensor, group: Group, purpose: str, async_op: bool = False
-) -> Waitable | None:
-    """Set `output` (n, ...) to this rank's part of the sum of `tensor` (size * n, ...).
-
-    With async_op, neither tensor may be used before `wait` of the result.
-    """
+def reduce_scatter_into(output: Tensor, tensor: Tensor, group: Group, purpose: str, async_op: bool = False) -> Waitable:
+    """Set `output` (n, ...) to this rank's part of the sum of `tensor` (size * n, ...)."""
     if tensor.device.type == "cpu" and not is_ours(group.process_group):
         exchange = _ExchangeAndSum(output, tensor, group, purpose)
         if async_op:
             return exchange
         exchange.wait()
-        return None
+        return _DONE
     return _issue(_reduce_into, group, purpose, async_op, output, tensor, reduction="sum")
 
 
@@ -181,55 +184,32 @@ def all_to_all(
     output_sizes: Sequence[int] | None = None,
     input_sizes: Sequence[int] | None = None,
     async_op: bool = False,
-) -> dist.Work | None:
+) -> Waitable:
     """Send parts of `tensor` along dim 0 to the members in turn, and receive theirs into `output` in turn.
 
-    sizes: rows to and from each member, which may be 0; None: equal parts. Both tensors are contiguous. With async_op,
-    neither may be used before `wait` of the Work.
+    sizes: rows to and from each member, which may be 0; None: equal parts. Both tensors are contiguous.
     """
     assert output.is_contiguous(), "gloo fills a non-contiguous output wrongly, without an error"
     assert tensor.is_contiguous(), "an all-to-all sends contiguous tensors"
     if group.size == 1:
         output.copy_(tensor)
-        return None
+        return _DONE
     arriving, leaving = (None if sizes is None else list(sizes) for sizes in (output_sizes, input_sizes))
     return _issue(dist.all_to_all_single, group, purpose, async_op, output, tensor, arriving, leaving)
 
 
-def broadcast(tensor: Tensor, group: Group, purpose: str, source: int = 0, async_op: bool = False) -> dist.Work | None:
-    """Overwrite `tensor` with that of the group's member number `source`. With async_op, return the Work."""
+def broadcast(tensor: Tensor, group: Group, purpose: str, source: int = 0, async_op: bool = False) -> Waitable:
+    """Overwrite `tensor` with that of the group's member number `source`."""
     if group.size == 1:
-        return None
+        return _DONE
     return _issue(dist.broadcast, group, purpose, async_op, tensor, src=group.ranks[source])
 
 
-def reduce(
-    tensor: Tensor, group: Group, purpose: str, destination: int = 0, async_op: bool = False
-) -> dist.Work | None:
+def reduce(tensor: Tensor, group: Group, purpose: str, destination: int = 0, async_op: bool = False) -> Waitable:
     """Sum into `tensor` of the group's member number `destination`; the others' tensors are undefined afterwards."""
     if group.size == 1:
-        return None
+        return _DONE
     return _issue(dist.reduce, group, purpose, async_op, tensor, reduction="sum", dst=group.ranks[destination])
-
-
-def isend(tensor: Tensor, destination: int, group: Group, purpose: str, tag: int = 0) -> dist.Work:
-    """Start sending the contiguous `tensor` to member number `destination`; it must not change before the Work is done.
-
-    On gloo messages between two members with the same tag arrive in the order in which they were started.
-    """
-    with label(group.axis, purpose):
-        work = dist.isend(tensor, dst=group.ranks[destination], group=group.process_group, tag=tag)
-    assert work is not None, "only members of a group send in it"
-    return work
-
-
-def irecv(tensor: Tensor, source: int, group: Group, purpose: str, tag: int = 0) -> dist.Work:
-    """Start receiving into the contiguous `tensor`. On gloo, `is_completed` of the Work stays False until `wait`."""
-    assert tensor.is_contiguous(), "gloo fills a non-contiguous buffer wrongly, without an error"
-    with label(group.axis, purpose):
-        work = dist.irecv(tensor, src=group.ranks[source], group=group.process_group, tag=tag)
-    assert work is not None, "only members of a group receive in it"
-    return work
 
 
 def exchange(

@@ -31,33 +31,27 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
 
 
-# c10d operation -> (our name, index of the argument that is the full-size buffer; None: its bytes are not counted)
-_COUNTED: dict[str, tuple[str, int | None]] = {
-    "allreduce_": ("all_reduce", 0),
-    "allreduce_coalesced_": ("all_reduce", 0),
-    "broadcast_": ("broadcast", 0),
-    "allgather_": ("all_gather", 0),
-    "_allgather_base_": ("all_gather", 0),
-    "allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "reduce_scatter_": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "alltoall_base_": ("all_to_all", 1),
-    "alltoall_": ("all_to_all", 1),
-    "send": ("send", 0),
-    "recv_": ("recv", None),
-    "recv_any_source_": ("recv", None),
-    "reduce_": ("reduce", 0),
-    "gather_": ("gather", 1),
-    "scatter_": ("scatter", 1),
+# c10d operation -> (our name, index of the argument that is the full-size buffer, or None if its bytes are not counted,
+# index of the argument that the rank sends)
+_COUNTED: dict[str, tuple[str, int | None, int]] = {
+    "allreduce_": ("all_reduce", 0, 0),
+    "allreduce_coalesced_": ("all_reduce", 0, 0),
+    "broadcast_": ("broadcast", 0, 0),
+    "allgather_": ("all_gather", 0, 1),
+    "_allgather_base_": ("all_gather", 0, 1),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0, 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1, 1),
+    "reduce_scatter_": ("reduce_scatter", 1, 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, 1),
+    "alltoall_base_": ("all_to_all", 1, 1),
+    "alltoall_": ("all_to_all", 1, 1),
+    "send": ("send", 0, 0),
+    "recv_": ("recv", None, 0),
+    "recv_any_source_": ("recv", None, 0),
+    "reduce_": ("reduce", 0, 0),
+    "gather_": ("gather", 1, 1),
+    "scatter_": ("scatter", 1, 1),
 }
-
-
-# c10d operation -> index of the argument that the rank sends, where it is not the first
-_INPUT = dict.fromkeys(
-    ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_", "_reduce_scatter_base_", "reduce_scatter_",
-     "reduce_scatter_tensor_coalesced_", "alltoall_base_", "alltoall_", "gather_", "scatter_"), 1,
-)  # fmt: skip
 _NO_GROUPS = frozenset((Tensor, list, tuple, int, bool, type(None)))
 _PURPOSES = {tag: purpose for purpose, tag in comm.MESSAGE_TAGS.items()}
 
@@ -266,6 +260,6 @@ class Contributions(_Observer):
         lane = self._lane(name, key, _group(args), _peer(key, args))
         if lane is None or key[2] == "control":
             return
-        measured = self._measure([] if key[1] == "recv" else _tensors(args[_INPUT.get(name, 0)]))
+        measured = self._measure([] if key[1] == "recv" else _tensors(args[_COUNTED[name][2]]))
         with self._lock:
             self.contributions.append((lane, measured))

@@ -66,19 +66,14 @@ class SharedMemoryGroup(NamedGroup):
     def pending(self, ranks: tuple[int, ...]) -> PendingCollective | None:
         """Return the operation for which a thread of this process waits in this group, if one does. ranks: of the
         group."""
-        number, missing = 0, ()  # type: int, tuple[int, ...]
         for operation in tuple(self._engine.awaited):
-            if isinstance(operation, Message):
-                if not self._messages.holds(operation):
-                    continue
-                number, missing = 0, () if operation.peer is None else (operation.peer,)
-                is_known = operation.peer is not None
-            elif outstanding := self._channel.outstanding(operation):
-                number, missing, is_known = *outstanding, True
-            else:
-                continue
-            by_rank = tuple(ranks[member] for member in missing) if is_known else None
-            return PendingCollective(self._group_name, ranks, operation.name, number, operation.num_bytes, by_rank)
+            outstanding = self._channel.outstanding(operation)
+            if isinstance(operation, Message) and self._messages.holds(operation):
+                outstanding = 0, (operation.peer,)
+            if outstanding is not None:
+                number, missing = outstanding
+                by_rank = tuple(ranks[member] for member in missing)
+                return PendingCollective(self._group_name, ranks, operation.name, number, operation.num_bytes, by_rank)
         return None
 
     # collectives
@@ -229,16 +224,9 @@ class SharedMemoryGroup(NamedGroup):
 
     @observed("recv_")
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> SharedMemoryWork:
-        return self._receive(tensors, self._other(peer), tag)
-
-    @observed("recv_any_source_")
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> SharedMemoryWork:
-        return self._receive(tensors, None, tag)
-
-    def _receive(self, tensors: Any, peer: int | None, tag: int) -> SharedMemoryWork:
-        results = Outputs(as_list(tensors))
+        results, source = Outputs(as_list(tensors)), self._other(peer)
         with self._engine.mutex:
-            received = [self._messages.receive(buffer, peer, tag) for buffer in results.contiguous(filled=False)]
+            received = [self._messages.receive(buffer, source, tag) for buffer in results.contiguous(filled=False)]
         return self._work(received, None, results)
 
     def _other(self, peer: int) -> int:

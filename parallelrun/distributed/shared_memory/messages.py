@@ -9,7 +9,7 @@ receiver waits for a later message makes it take those before to private memory.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,9 +29,9 @@ def message_words(size: int) -> int:
 
 
 class Message:
-    """One side of a message. peer: number of the other member, None: any. tensor: contiguous."""
+    """One side of a message. peer: number of the other member. tensor: contiguous."""
 
-    def __init__(self, channel: MessageChannel, tensor: Tensor, peer: int | None, tag: int, is_send: bool):
+    def __init__(self, channel: MessageChannel, tensor: Tensor, peer: int, tag: int, is_send: bool):
         self._channel = channel
         self.tensor, self.peer, self.tag, self.is_send = tensor, peer, tag, is_send
         self.name = "send" if is_send else "recv"
@@ -40,17 +40,17 @@ class Message:
         self.error: Exception | None = None
 
     def missing(self) -> list[Peer]:
-        """Return the other side. If it may be any: those that have ended, as with gloo."""
-        peers = self._channel.ended() if self.peer is None else [self._channel.peer(self.peer)]
-        return [peer for peer in peers if peer is not None]
+        """Return the other side."""
+        peer = self._channel.peer(self.peer)
+        return [peer] if peer is not None else []
 
     def closed(self, peer: Peer) -> bool:
         """Return whether the other side has left the group."""
-        return self.peer is not None and self._channel.peer(self.peer) is peer and self._channel.has_left(self.peer)
+        return self._channel.peer(self.peer) is peer and self._channel.has_left(self.peer)
 
     def __str__(self) -> str:
-        where = f"{'to' if self.is_send else 'from'} {'any rank' if self.peer is None else f'rank {self.peer}'}"
-        return f"{self.name} of {self.num_bytes} bytes {where} of the group, tag {self.tag}"
+        where = f"{'to' if self.is_send else 'from'} rank {self.peer} of the group"
+        return f"{self.name} of {self.num_bytes} bytes {where}, tag {self.tag}"
 
 
 class _Arrived:
@@ -81,7 +81,6 @@ class MessageChannel:
         self._me, self._arena = members[rank], engine.process.arena
         size = len(members)
         self._sent, self._stalled, self._taken, self._rings = base, base + size, base + 2 * size, base + 3 * size
-        self._everyone = [number for number in range(size) if number != rank]
         self._outbox: list[Message] = []
         self._receives: list[Message] = []
         self._inboxes = [_Inbox() for _ in members]
@@ -107,7 +106,7 @@ class MessageChannel:
         self._engine.submit(self)
         return message
 
-    def receive(self, tensor: Tensor, peer: int | None, tag: int) -> Message:
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
         message = Message(self, tensor, peer, tag, is_send=False)
         self._receives.append(message)
         self._engine.submit(self)
@@ -118,12 +117,12 @@ class MessageChannel:
         if self._outbox:
             blocked: set[int] = set()
             for message in self._outbox:
-                assert message.peer is not None
                 if message.peer in blocked or not self._post(message, message.peer):
                     blocked.add(message.peer)
             self._outbox = [message for message in self._outbox if not message.done]
         if self._receives:
-            for number in self._sources():  # before any is matched: the first of two equal receives gets the first
+            # before any is matched: the first of two equal receives gets the first
+            for number in {message.peer for message in self._receives}:
                 self._look(number)
             for message in self._receives:
                 self._match(message)
@@ -137,11 +136,6 @@ class MessageChannel:
     def missing(self) -> list[Peer]:
         """Return the receiver for which the first message waits."""
         return self._outbox[0].missing() if self._outbox else []
-
-    def ended(self) -> list[Peer]:
-        """Return the members that have ended."""
-        peers = (self.peer(number) for number in self._everyone)
-        return [peer for peer in peers if peer is not None and peer.gone]
 
     def reclaim(self, number: int) -> int:
         """Free the messages that a member has received; return the bytes that it has not."""
@@ -185,21 +179,13 @@ class MessageChannel:
     def _slot(self, to: int, index: int) -> int:
         return self._rings + (to * _SLOTS + index % _SLOTS) * _SLOT_WORDS
 
-    def _sources(self) -> Iterable[int]:
-        """Return the members from which messages are awaited."""
-        wanted = {message.peer for message in self._receives}
-        return self._everyone if None in wanted else {number for number in wanted if number is not None}
-
     def _match(self, message: Message) -> None:
         """Receive a message if it has arrived."""
-        for number in self._everyone if message.peer is None else (message.peer,):
-            queue = self._inboxes[number].by_tag.get(message.tag)
-            if queue:
-                message.peer = number
-                self._receive(message, number, queue.popleft())
-                return
-            if self._members[number][self._stalled + self._rank]:
-                self._make_room(number)
+        queue = self._inboxes[message.peer].by_tag.get(message.tag)
+        if queue:
+            self._receive(message, message.peer, queue.popleft())
+        elif self._members[message.peer][self._stalled + self._rank]:
+            self._make_room(message.peer)
 
     def _look(self, number: int) -> None:
         """Take notice of the messages that a member has published."""

@@ -44,7 +44,7 @@ def is_operation(method: object) -> bool:
 
 def _arguments(operation: str, group: dist.ProcessGroup, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments in the order of torch's operation: (tensors, group, peer, tag) of messages."""
-    if operation in ("send", "recv_", "recv_any_source_"):
+    if operation in ("send", "recv_"):
         return (args[0], group, *args[1:])
     return (*args, group)
 

@@ -78,14 +78,6 @@ class SharedMemoryWork(dist.Work):
     def synchronize(self) -> None:
         self.wait()
 
-    def source_rank(self) -> int:
-        """Return the sender of a received message, by its number in the group."""
-        operation = self._operations[0]
-        assert isinstance(operation, Message) and operation.peer is not None
-        return operation.peer
-
-    _source_rank = source_rank
-
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future that is done: nothing would advance the operation while its owner waits in C++."""
         self.wait()

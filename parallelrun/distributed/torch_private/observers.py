@@ -95,21 +95,15 @@ def _contexts(operation: str, arguments: tuple[Any, ...]) -> list[AbstractContex
 
 def _all_of(contexts: list[AbstractContextManager[object]]) -> AbstractContextManager[object]:
     """Enter all contexts; mostly there are none."""
-    return _entered(contexts) if contexts else _NOTHING
+    return dispatch_modes(contexts) if contexts else _NOTHING
 
 
 @contextmanager
-def _entered(contexts: list[AbstractContextManager[object]]) -> Iterator[None]:
+def dispatch_modes(contexts: list[Any]) -> Iterator[None]:
+    """Enter contexts, such as the dispatch modes and observers of another thread: torch keeps them per thread."""
     with ExitStack() as entered:
         for context in contexts:
             entered.enter_context(context)
-        yield
-
-
-@contextmanager
-def dispatch_modes(modes: list[Any]) -> Iterator[None]:
-    """Enter the dispatch modes and observers of another thread in this thread (torch keeps modes per thread)."""
-    with _entered(modes):
         yield
 
 

@@ -86,8 +86,7 @@ class GatherTransport:
         everyone = own.new_empty((size, *own.shape))
         work = comm.all_gather_into(everyone.flatten(0, 1), own, self.group, KEYS, async_op=True)
         yield index, own
-        if work is not None:
-            work.wait()
+        work.wait()
         yield from ((source, everyone[source]) for source in range(size) if source != index)
 
     def gradients(self, own: Tensor) -> ScatteredSum:

@@ -265,8 +265,7 @@ class DataStrategy(AxisStrategy):
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
         """Per block of a stage, bytes of gradients outside the buffers while backward pass `number` runs through it.
-
-        None where every gradient stays until the schedule ends.
+        Called only where backward is not split. None where every gradient stays until the schedule ends.
         """
         return None
 

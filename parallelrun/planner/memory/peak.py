@@ -187,7 +187,7 @@ class ScheduleTraversal:
 
     def _waits(self, index: int, number: int) -> list[int] | None:
         plan = self._plan
-        if plan.num_data_ranks == 1:
+        if plan.num_data_ranks == 1 or plan.pipeline.splits_backward:
             return None
         compute = partial(plan.data.backward_bytes, index, number, self._coordinate, plan)
         return self._once("waits", index, number, compute)

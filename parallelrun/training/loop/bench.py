@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from typing import Any
 
 import torch
 
@@ -41,23 +40,20 @@ def run(training: Training, context: WorkerContext) -> int:
     own = {"times": times, "peak_bytes": peak_bytes(training.mesh.device)}
     everyone = gather_json(own, training.mesh)
     if context.rank == 0:
-        document = summarise([max(step) for step in zip(*(rank["times"] for rank in everyone))], training)
-        document["peak_memory_bytes"] = max(rank["peak_bytes"] for rank in everyone)
-        write_json(context.directory / "bench.json", document)
-        if context.console_owner:
-            report.show(document)
+        slowest = [max(step) for step in zip(*(rank["times"] for rank in everyone))]
+        write(slowest, max(rank["peak_bytes"] for rank in everyone), training, context)
     return EXIT_OK
 
 
-def summarise(times: list[float], training: Training) -> dict[str, Any]:
-    """Return the document of bench.json. times: of each step on its slowest rank."""
+def write(times: list[float], peak: int, training: Training, context: WorkerContext) -> None:
+    """Write bench.json and show it. times: of each step on its slowest rank; peak: bytes of memory."""
     plan = training.plan
     ordered = sorted(times)
     median = statistics.median(times)
     lower, _, upper = statistics.quantiles(times, n=4) if len(times) > 1 else (median, median, median)
     tokens = plan.batch.global_batch * training.tokens_per_sample
     payload = sum(row.payload_bytes for row in prediction.collectives(plan, 0))
-    return {
+    document = {
         "schema": 1,
         "preset": plan.preset,
         "model": training.config.model.preset,
@@ -79,4 +75,8 @@ def summarise(times: list[float], training: Training) -> dict[str, Any]:
         "model_flops_per_s": 3 * plan.spec.forward_flops * plan.batch.global_batch / median,
         "payload_bytes_rank_0": payload,
         "predicted": predicted_step(plan, training.config.cluster),
+        "peak_memory_bytes": peak,
     }
+    write_json(context.directory / "bench.json", document)
+    if context.console_owner:
+        report.show(document)

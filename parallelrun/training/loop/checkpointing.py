@@ -14,7 +14,8 @@ from parallelrun.checkpoint.data import check_data, data_changes
 from parallelrun.checkpoint.find import FOLDER
 from parallelrun.checkpoint.resume import check_global_batch, keeps_last_state, resolve_resume
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.planner.contract.plan import WORLD
+from parallelrun.planner.contract.plan import WORLD, Plan
+from parallelrun.planner.model.definitions import Dataset
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.saves import Saves
 from parallelrun.training.loop.schedules import LossScaler
@@ -127,16 +128,19 @@ def save(training: Training, scaler: LossScaler, step: int, run_directory: Path)
 
 
 def _extra(training: Training, scaler: LossScaler, step: int) -> dict[str, Any]:
-    """Return the values that an exact resume needs beside the tensors."""
-    config, plan = training.config, training.plan
+    values = resume_values(training.config, training.plan, step, training.dataset, scaler)
+    return {**values, "kept": sorted(training.data.kept)}
+
+
+def resume_values(config: Config, plan: Plan, step: int, dataset: Dataset, scaler: LossScaler) -> dict[str, Any]:
+    """Return the values that an exact resume needs beside the tensors, under every data strategy."""
     return {
         "step": step,
         "samples": step * plan.batch.global_batch,
         "global_batch": plan.batch.global_batch,
         "seed": config.seed,
-        "dataset": training.dataset.record,
+        "dataset": dataset.record,
         "scaler": scaler.state(),
-        "kept": sorted(training.data.kept),
     }
 
 

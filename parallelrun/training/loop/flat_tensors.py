@@ -8,6 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from parallelrun.distributed import comm
+from parallelrun.distributed.mesh import Group
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.training.loop.data_runtime import Pair, trained
 
@@ -37,3 +39,24 @@ def unflatten(flat: Tensor, into: Sequence[Tensor]) -> None:
     """Copy a flat tensor back into the tensors that it was made of."""
     for tensor, view in zip(into, flat_views(flat, [tensor.shape for tensor in into])):
         tensor.copy_(view)
+
+
+@torch.no_grad()
+def sum_buckets(buckets: Sequence[Sequence[Tensor]], group: Group, purpose: str, divisor: int = 1) -> None:
+    """Replace each tensor by its sum over a group, divided by `divisor`; bitwise equal on all of its ranks.
+
+    Each bucket is sent as one flat tensor. Two are pending at a time: no other memory is needed.
+    """
+    pending: list[tuple[Tensor, Sequence[Tensor], comm.Waitable]] = []
+    for tensors in buckets if group.size > 1 else ():
+        flat = flatten(tensors)
+        pending.append((flat, tensors, comm.all_reduce(flat, group, purpose, async_op=True)))
+        if len(pending) == 2:
+            _finish(*pending.pop(0), divisor)
+    for exchange in pending:
+        _finish(*exchange, divisor)
+
+
+def _finish(flat: Tensor, tensors: Sequence[Tensor], work: comm.Waitable, divisor: int) -> None:
+    work.wait()
+    unflatten(flat if divisor == 1 else flat.div_(divisor), tensors)

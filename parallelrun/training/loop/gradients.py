@@ -8,12 +8,12 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from parallelrun.distributed import comm, torch_private
-from parallelrun.distributed.mesh import Group, Mesh
+from parallelrun.distributed import torch_private
+from parallelrun.distributed.mesh import Mesh
 from parallelrun.planner.contract.parameters import LocalParameter, owns
 from parallelrun.planner.contract.plan import EMBEDDING, Plan
 from parallelrun.planner.pieces.expert_axes import is_sharded, replica_axis
-from parallelrun.training.loop.flat_tensors import flatten, unflatten
+from parallelrun.training.loop.flat_tensors import sum_buckets
 
 EPSILON = 1e-6
 # Long fp32 sums are less exact on CPU (relative error 2e-7 at LONG elements, 3.5e-5 at 30 million); sums of rows keep 7
@@ -66,8 +66,8 @@ class Gradients:
         be measured only afterwards.
         """
         for parameters, group, purpose in self._sums:
-            if group.size > 1 and parameters:
-                _sum_together(_gradients(parameters), group, purpose)
+            if parameters:
+                sum_buckets([_gradients(parameters)], group, purpose)
 
     def squared_norm(self) -> Tensor:
         """Return this rank's share of the squared global gradient norm.
@@ -123,13 +123,6 @@ def _gradients(parameters: list[LocalParameter]) -> list[Tensor]:
     missing = [parameter.name for parameter, gradient in gradients if gradient is None]
     assert not missing, f"the data strategy left no gradient for {', '.join(missing)}"
     return [gradient for _, gradient in gradients if gradient is not None]
-
-
-def _sum_together(tensors: list[Tensor], group: Group, purpose: str) -> None:
-    """All-reduce `tensors` in place as one flat buffer."""
-    flat = flatten(tensors)
-    comm.all_reduce(flat, group, purpose)
-    unflatten(flat, tensors)
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
 
 from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Mesh
@@ -59,7 +58,7 @@ class RoutingUpdater:
         ]
         self._counts = not any(mesh.coordinate.get(axis, 0) for axis in (plan.tensor.token_axis(plan), "cp"))
         self._sum: Tensor | None = None
-        self._work: Work | None = None
+        self._work: comm.Waitable | None = None
 
     def begin_step(self, loss_scale: float, num_samples: float) -> None:
         """Set the weight of the auxiliary loss and clear the statistics, before the forward passes.

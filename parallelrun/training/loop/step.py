@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite
@@ -72,12 +72,12 @@ def _totals(training: Training, loss_sum: Tensor, num_valid: float, squares: Ten
     return Totals(loss, valid, stops, tuple(sums))
 
 
-def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple[float, float]:
+def count_valid(training: Training, batch: Batch | None, step: int = 1, axis: str | None = None) -> tuple[float, float]:
     """Return (the number of targets by which the loss is divided, this replica's valid targets), before backward.
 
     The first is the number of targets >= 0 in the global batch. If some replicas have run out of data (their batch is
     None), it is extrapolated from the active replicas to all. A dataset without ignored targets needs no exchange;
-    otherwise the ranks of the last stage sum their targets over dp, and cp.
+    otherwise the ranks of the last stage sum their targets over dp, and cp, or over `axis`.
     """
     plan, num_replicas = training.plan, training.plan.mesh.size("dp")
     if not training.counts_first:
@@ -88,7 +88,7 @@ def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple
         return 1, 0  # only the last stage computes a loss
     mine = counted_targets(training, batch)
     everyone = mine.clone()
-    comm.all_reduce(everyone, training.mesh.group(plan.count_axis), "control")
+    comm.all_reduce(everyone, training.mesh.group(plan.count_axis if axis is None else axis), "control")
     return float(everyone) * num_replicas / count_active(plan, step) or 1.0, float(mine)
 
 
@@ -190,16 +190,26 @@ class Evaluation:
 def measure(training: Training) -> Evaluation:
     """Evaluate the first `eval_batches` global batches of the validation split under the same plan."""
     training.statistics.share()
+    batches = map(training.eval_reader.batch, range(1, training.eval_batches + 1))
+    return evaluate(training, batches, count_valid, WORLD)
+
+
+@torch.no_grad()
+def evaluate(
+    training: Training,
+    batches: Iterable[Batch],
+    count: Callable[[Training, Batch], tuple[float, float]],
+    axis: str,
+) -> Evaluation:
+    """Evaluate batches, whose samples the ranks of `axis` have between them. count: as `count_valid`."""
     totals = torch.zeros(3, dtype=torch.float64, device=training.mesh.device)  # loss, right answers, valid targets
-    for number in range(1, training.eval_batches + 1):
-        batch = training.eval_reader.batch(number)
-        sums = training.runner.evaluate(batch)
-        num_valid = count_valid(training, batch)[1]
+    for batch in batches:
+        sums, num_valid = training.runner.evaluate(batch), count(training, batch)[1]
         if training.counts_loss:
             totals[:2] += sums
         if training.counts_targets:
             totals[2] += num_valid
-    comm.all_reduce(totals, training.mesh.group(WORLD), "control")
+    comm.all_reduce(totals, training.mesh.group(axis), "control")
     loss_sum, num_right, num_valid = totals.tolist()
     top1 = num_right / num_valid if training.plan.counts_right_answers else None
     return Evaluation(loss_sum / num_valid if num_valid else float("nan"), top1)

@@ -151,16 +151,14 @@ class Recorder:
 
     def facts(self, counted: list[Collective] | None) -> dict[str, Any]:
         """Return this rank's facts for `write_end`, JSON-ready. counted: the traffic of its counted step."""
+        coordinate = self._training.mesh.coordinate  # of the ranks of a pp index, one records its actions
+        is_first = not any(index for axis, index in coordinate.items() if axis != "pp")
         return {
             "peak_bytes": peak_bytes(self._training.mesh.device),
             "rows": None if counted is None else [asdict(c) for c in counted],
             "times": median_times(timed(self._recent, self._training.config.profile)),
-            "actions": self._training.runner.last_actions() if self._stands_for_its_stages() else {},
+            "actions": self._training.runner.last_actions() if is_first else {},
         }
-
-    def _stands_for_its_stages(self) -> bool:
-        """Whether this is the one rank of its pp index whose actions are recorded."""
-        return not any(index for axis, index in self._training.mesh.coordinate.items() if axis != "pp")
 
     def write_end(self, everyone: Mapping[int, dict[str, Any]], state: str, more: Mapping[str, Any]) -> None:
         """Write comm.json and summary.json from the facts of every rank that is alive, by rank."""

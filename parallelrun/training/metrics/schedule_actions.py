@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from parallelrun.training.metrics.clocks import HostClock
+from parallelrun.training.metrics.timing import HostClock
 
 MOST_ACTIONS = 1000  # of a rank and a step, which are recorded
 

@@ -91,17 +91,12 @@ def _speed(
 
 
 def _results(records: Sequence[StepRecord], earlier: EarlierRows) -> dict[str, Any]:
-    losses = [*earlier.values("loss"), *(r.loss for r in records)]
-    val = [*earlier.values("val_loss"), *(r.val_loss for r in records if r.val_loss is not None)]
-    top1 = [*earlier.values("val_top1"), *(r.val_top1 for r in records if r.val_top1 is not None)]
-    return {
-        "first_loss": losses[0] if losses else None,
-        "loss": losses[-1] if losses else None,
-        "first_val_loss": val[0] if val else None,
-        "val_loss": val[-1] if val else None,
-        "first_val_top1": top1[0] if top1 else None,
-        "val_top1": top1[-1] if top1 else None,
-    }
+    """Return the first and the last value of each kind; None if there is none."""
+    results: dict[str, Any] = {}
+    for kind in ("loss", "val_loss", "val_top1"):
+        values = [*earlier.values(kind), *(value for r in records if (value := getattr(r, kind)) is not None)]
+        results |= {f"first_{kind}": values[0] if values else None, kind: values[-1] if values else None}
+    return results
 
 
 def _per_step(plan: Plan, key: str, rows: Sequence[Mapping[str, Any]]) -> int:

@@ -3,20 +3,60 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from parallelrun.distributed import comm, torch_private
 from parallelrun.planner.contract.plan import EMBEDDING, WORLD
 from parallelrun.training.loop.build import Training
-from parallelrun.training.metrics.clocks import HostClock, clock_of
 
 ACROSS_STAGES = (WORLD, EMBEDDING)  # groups that join ranks of several stages
 # On CUDA a timed step waits for its last kernel, and the next step cannot be launched meanwhile. So only the first
 # steps are timed there, and then one in ten.
 FIRST_TIMED_ON_DEVICE, TIMED_EVERY_ON_DEVICE = 5, 10
+
+
+class HostClock:
+    """The host's clock, for devices whose calls are synchronous.
+
+    `mark` returns a moment; the `seconds` between two are known after `resolve` has waited for the last one.
+    on_device: its moments are those of a stream, not of the host.
+    """
+
+    on_device = False
+    mark: Callable[[], Any] = staticmethod(time.perf_counter)  # called about every 100 us: no Python of ours
+
+    def resolve(self, last: Any) -> None:
+        """Do nothing: the moment is in the past."""
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        return float(ended - began)
+
+
+class CudaClock(HostClock):
+    """Events of the current CUDA stream: a moment is when the stream reaches the event."""
+
+    on_device = True
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def resolve(self, last: torch.cuda.Event) -> None:
+        last.synchronize()
+
+    def seconds(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+        return float(began.elapsed_time(ended)) / 1e3
+
+
+def clock_of(device: torch.device) -> HostClock:
+    """Return the clock on which a device's work is timed."""
+    return HostClock() if device.type == "cpu" else CudaClock()
 
 
 @dataclass(frozen=True)

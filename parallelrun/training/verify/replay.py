@@ -54,6 +54,13 @@ class ReplayRule:
         """Change the weights in place after every replica's optimizer step. The default leaves them unchanged."""
 
 
+class OwnGradientsRule(ReplayRule):
+    """Every replica steps by its own gradients."""
+
+    def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
+        return local
+
+
 @torch.no_grad()
 def record_replay(
     config: Config, plan: Plan, device: torch.device, decisions: RecordedDecisions | None = None

@@ -66,6 +66,13 @@ def inner_sums(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Col
     ]
 
 
+def summing_bytes(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
+    """Bytes of the flat copies of the gradients of two buckets, as many as `sum_buckets` sends at a time."""
+    buckets = buckets_of(pp_rank, coordinate, plan)
+    sizes = [buckets.sent_bytes(number, padded=False) for number in range(len(buckets.parts))]
+    return max(map(sum, zip(sizes, [*sizes[1:], 0])), default=0)
+
+
 def buckets_of(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> RankBuckets:
     """The buckets of a rank, which are computed once."""
     key = "buckets", pp_rank, *sorted(coordinate.items())

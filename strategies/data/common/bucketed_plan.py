@@ -54,8 +54,6 @@ class BucketedAllReduce(DataStrategy):
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
         """The gradients that no bucket has collected yet."""
-        if plan.pipeline.splits_backward:
-            return None
         return [outside for outside, _ in buckets_of(plan.stages[stage].pp_rank, coordinate, plan).waiting(stage)]
 
     def bucket_messages(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[SummedMessage]:

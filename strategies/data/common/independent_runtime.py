@@ -10,13 +10,13 @@ from torch import nn
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.planner.contract.plan import SYNC, Plan
 from parallelrun.training.loop.data_runtime import DataRuntime, Pair, match
-from parallelrun.training.loop.flat_tensors import bucket_pairs
+from parallelrun.training.loop.flat_tensors import sum_buckets
 
-from .bucket_sums import sum_buckets, sum_inside_worker
 from .independent_plan import IndependentReplicas
+from .worker_runtime import WorkerRuntime
 
 
-class IndependentRuntime(DataRuntime):
+class IndependentRuntime(WorkerRuntime):
     """Trains one replica by itself. `synchronise` is called at the end of every step after which replicas `meet`."""
 
     @classmethod
@@ -27,11 +27,6 @@ class IndependentRuntime(DataRuntime):
         super().__init__(pairs, plan, mesh)
         self._strategy = IndependentReplicas.of(plan)
         self._weights = [parameter.tensor.detach() for parameter in self.parameters]
-        self._buckets = [own for _, own in bucket_pairs(pairs, plan)[0]]
-
-    def finish_gradients(self) -> None:
-        super().finish_gradients()
-        sum_inside_worker(self._buckets, self._plan, self._mesh)
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:

@@ -186,9 +186,7 @@ class BucketedRuntime(DataRuntime):
 
     def start_sum(self, tensor: Tensor, group: Group) -> Waitable:
         """Start summing a flat tensor over a group, in place. Override this to change the all-reduce algorithm."""
-        work = comm.all_reduce(tensor, group, "gradients", async_op=True)
-        assert work is not None, "a parameter without copies is in no bucket"
-        return work
+        return comm.all_reduce(tensor, group, "gradients", async_op=True)
 
     def sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
         """Return a function that starts the exchange of a bucket's buffer: its sum, or compressed messages instead."""

@@ -117,9 +117,7 @@ class Chunks:
 
     def reduce(self, into: Tensor, buffer: Tensor) -> Waitable:
         """Start summing this rank's row of everyone's buffer into `into`."""
-        work = comm.reduce_scatter_into(into, buffer, self.group, "gradients", async_op=True)
-        assert work is not None
-        return work
+        return comm.reduce_scatter_into(into, buffer, self.group, "gradients", async_op=True)
 
     def gather(self) -> Callable[[], None]:
         """Start sharing this rank's updated chunks; the result waits and copies all chunks into the weights."""
@@ -129,7 +127,6 @@ class Chunks:
         for part, chunk in zip(self._own_parts(row), self.weights):
             part.copy_(chunk.mine)
         work = comm.all_gather_into(buffer, row, self.group, "parameters", async_op=True)
-        assert work is not None
 
         def finish() -> None:
             work.wait()

@@ -6,7 +6,6 @@ The inner optimizer is the run's (AdamW in the paper), the outer one SGD with Ne
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from parallelrun.base.errors import Problem
 from parallelrun.planner.contract.plan import Equivalence, Plan
@@ -14,9 +13,6 @@ from parallelrun.planner.contract.request import Request
 
 from ..common.independent_plan import IndependentReplicas
 from ..common.keys import DiLoCoConfig
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class DiLoCo(IndependentReplicas):
         return [Problem(message, where, "strategy.data.outer_nesterov=false", kind="undefined")]
 
     @classmethod
-    def resolve(cls, request: Request) -> Self:
+    def resolve(cls, request: Request) -> DiLoCo:
         data, base = DiLoCoConfig.of(request.config), super().resolve(request)
         outer_lr, outer_momentum, outer_nesterov = data.outer_lr, data.outer_momentum, data.outer_nesterov
         return replace(base, outer_lr=outer_lr, outer_momentum=outer_momentum, outer_nesterov=outer_nesterov)

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.plan import Plan
-from parallelrun.training.verify.replay import ReplayRule
+from parallelrun.training.verify.replay import OwnGradientsRule
 
 from .plan import DiLoCo
 
 
-class DiLoCoRule(ReplayRule):
+class DiLoCoRule(OwnGradientsRule):
     """Averages how far replicas have moved. The shared weights begin as those of the first step."""
 
     def __init__(self, plan: Plan):
@@ -30,10 +30,6 @@ class DiLoCoRule(ReplayRule):
             momentum=strategy.outer_momentum,
             nesterov=strategy.outer_nesterov,
         )
-
-    def gradients(self, step: int, local: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Return each replica's own gradients."""
-        return local
 
     def after_update(self, step: int, weights: list[dict[str, Tensor]]) -> None:
         """At the end of a round, take the outer step by the mean movement; every replica continues from its result."""

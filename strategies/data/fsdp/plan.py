@@ -98,8 +98,6 @@ class FSDP(UnitSharding):
         """The bytes at each block: the weights gathered for it and for the next one; in passes that reduce, the pending
         gradients of the block after it, the root's unsharded ones, and the reduced ones of all blocks after it, unless
         these are counted for the complete step."""
-        if plan.pipeline.splits_backward:
-            return None
         sent, freed = self._by_block(stage, number, coordinate, plan)
         of_root = self._of_root(stage, coordinate, plan)
         sizes, reduced = [], 0

@@ -21,11 +21,11 @@ from parallelrun.distributed import torch_private
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.planner.contract.parameters import LocalParameter, held_parameters
 from parallelrun.planner.contract.plan import Plan
-from parallelrun.training.loop.data_runtime import DataRuntime, by_axis, complete_gradients, match, trained
+from parallelrun.training.loop.data_runtime import DataRuntime, complete_gradients, match, trained
+from parallelrun.training.loop.flat_tensors import bucket_pairs, sum_buckets
 
 from ..common.buckets import shard_dim
 from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, UnitSharding, is_unsharded, shard_axis
-from .unsharded import UnshardedGradients
 
 torch_private.import_compiler()  # or DTensor would, in each rank instead of once before they are forked
 HOLDERS = "_parallelrun_tied_weights"  # on a stage: a list, so that it is no submodule
@@ -64,8 +64,9 @@ class FSDPRuntime(DataRuntime):
         self.frozen = [parameter for parameter in local if parameter.spec.frozen]
         both = zip(self.parameters, trained(pairs))
         self._sharded = [(parameter, weight) for parameter, (_, weight) in both if parameter.tensor is not weight]
-        self._unsharded = UnshardedGradients(pairs, plan, mesh)
-        self.flat_gradients = by_axis((g.axis, flat) for g, flat in self._unsharded.flat if g.axis != plan.data_axis)
+        # What is in no unit FSDP2 ignores: its gradients are summed over its copies, if there are any.
+        self._unsharded = [weight for parameter, weight in trained(pairs) if is_unsharded(parameter, plan)]
+        self._summed = [(mesh.group(axis), [weight for _, weight in own]) for axis, own in bucket_pairs(pairs, plan)[0]]
         self._num_backwards = dict.fromkeys(parts, 0)
         self._is_last: dict[object, bool] = {}  # what each root has been told
         self._left_gathered = False
@@ -85,14 +86,11 @@ class FSDPRuntime(DataRuntime):
         self._left_gathered = False
         for parameter, sharded in self._sharded:
             parameter.tensor.grad = sharded.grad = None
-        self._unsharded.begin()
+        for weight in self._unsharded:
+            weight.grad = None
         self._num_backwards = dict.fromkeys(self._num_backwards, 0)
         for root in self._roots:
             self._set_last(root, self._always_last)
-
-    def launch_gradients(self) -> None:
-        """Start the sums of the parameters that are in no unit."""
-        self._unsharded.launch()
 
     def finish_gradients(self) -> None:
         """Reduce the remaining gradients, and give the optimizer the gradients of the shards."""
@@ -103,8 +101,9 @@ class FSDPRuntime(DataRuntime):
         with torch.no_grad():
             for parameter, sharded in self._sharded:
                 parameter.tensor.grad = None if sharded.grad is None else _local(sharded.grad)
-            complete_gradients([parameter.tensor for parameter, _ in self._sharded])
-        self._unsharded.finish()
+            complete_gradients([*(parameter.tensor for parameter, _ in self._sharded), *self._unsharded])
+        for group, weights in self._summed:
+            sum_buckets([[weight.grad for weight in weights if weight.grad is not None]], group, "gradients")
 
     def _before_forward(self, part: nn.Module, _: object) -> None:
         """Gather a weight of two stages."""

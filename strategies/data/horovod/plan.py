@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.precision import BYTES
@@ -24,9 +23,6 @@ from ..common.bucket_prediction import buckets_of, final_collectives, inner_sums
 from ..common.buckets import reduce_bytes
 from ..common.keys import HorovodConfig
 from . import checks, halving
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 PROCESS_SET = "process_set"  # the name of their groups among the axes
 
@@ -62,7 +58,7 @@ class Horovod(AlgorithmAllReduce):
         return problems
 
     @classmethod
-    def resolve(cls, request: Request) -> Self:
+    def resolve(cls, request: Request) -> Horovod:
         data, is_single = HorovodConfig.of(request.config), request.num_data_ranks == 1
         resolved, span = super().resolve(request), request.ep_replicas
         resolved = replace(resolved, algorithm=NativeAllReduce() if is_single else resolved.algorithm)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.plan import Plan
-from parallelrun.training.verify.replay import ReplayRule, Tensors
+from parallelrun.training.verify.replay import OwnGradientsRule, ReplayRule, Tensors
 
 from ..common.compression.reference import rule as rule_of_sum
 from ..common.compression.reference import stored_parts
@@ -40,7 +40,7 @@ class ProcessSetRule(ReplayRule):
         return out
 
 
-class AdasumRule(ReplayRule):
+class AdasumRule(OwnGradientsRule):
     """Every worker steps by its own gradient; then the workers' updates are combined, in pairs and pairs of pairs."""
 
     def __init__(self, plan: Plan, sets: list[tuple[int, ...]], dtype: torch.dtype):
@@ -51,10 +51,6 @@ class AdasumRule(ReplayRule):
     def begin(self, weights: list[Tensors]) -> None:
         """Keep a copy of the weights from which the first update starts."""
         self._before = [{name: value.clone() for name, value in tensors.items()} for tensors in weights]
-
-    def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
-        """Return each worker's own gradients."""
-        return local
 
     def after_update(self, step: int, weights: list[Tensors]) -> None:
         """Set the weights to those before the update plus the combination of the updates of the set's workers."""

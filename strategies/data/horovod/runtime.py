@@ -21,11 +21,11 @@ from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.pieces.expert_axes import replica_axis
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.data_runtime import DataRuntime, Pair, match
-from parallelrun.training.loop.flat_tensors import bucket_pairs, flatten, unflatten
+from parallelrun.training.loop.flat_tensors import flatten, unflatten
 
 from ..common.allreduce.runtime import AlgorithmRuntime
-from ..common.bucket_sums import sum_inside_worker
 from ..common.reducer import Part
+from ..common.worker_runtime import WorkerRuntime
 from .adasum import all_combine
 from .plan import Horovod
 from .timeline import Timeline, WatchedExchange
@@ -124,14 +124,12 @@ def make_group(strategy: Horovod, plan: Plan, mesh: Mesh) -> Group:
     return own
 
 
-class AdasumRuntime(DataRuntime):
+class AdasumRuntime(WorkerRuntime):
     """Every worker updates its weights by its own gradient; then the updates are combined, and all are equal."""
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh, group: Group):
         super().__init__(pairs, plan, mesh)
         self._group = group
-        buckets, _ = bucket_pairs(pairs, plan)
-        self._buckets = [own for _, own in buckets]
         self._weights = [[weight.detach() for _, weight in own] for own in self._buckets]
         self._before = [flatten(bucket) for bucket in self._weights]
         self._dtype = getattr(torch, Horovod.of(plan).update_dtype(plan))
@@ -147,10 +145,6 @@ class AdasumRuntime(DataRuntime):
     def drop_step(self) -> None:
         super().begin_step()
         self._stepping = False
-
-    def finish_gradients(self) -> None:
-        super().finish_gradients()
-        sum_inside_worker(self._buckets, self._plan, self._mesh)
 
     @torch.no_grad()
     def finish_update(self) -> None:

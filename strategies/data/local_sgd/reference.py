@@ -7,20 +7,16 @@ from torch import Tensor
 
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.planner.contract.plan import Plan
-from parallelrun.training.verify.replay import ReplayRule
+from parallelrun.training.verify.replay import OwnGradientsRule
 
 from .plan import LocalSGD
 
 
-class LocalSGDRule(ReplayRule):
+class LocalSGDRule(OwnGradientsRule):
     """Averages weights, not gradients."""
 
     def __init__(self, sync_every: int, steps: int):
         self._sync_every, self._steps = sync_every, steps
-
-    def gradients(self, step: int, local: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Return each replica's own gradients."""
-        return local
 
     def after_update(self, step: int, weights: list[dict[str, Tensor]]) -> None:
         """Replace weights by their mean after every H-th step and after the last."""

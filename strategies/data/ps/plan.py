@@ -33,7 +33,7 @@ from parallelrun.planner.contract.request import Request
 from parallelrun.planner.pieces.expert_axes import inner_axis
 from parallelrun.planner.predict.prediction import COUNT_BYTES
 
-from ..common.bucket_prediction import buckets_of, final_collectives, inner_sums
+from ..common.bucket_prediction import final_collectives, inner_sums, summing_bytes
 from ..common.buckets import Shape, partition
 from ..common.keys import ParameterServerConfig
 from . import checks
@@ -220,9 +220,7 @@ class ParameterServer(DataStrategy):
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """The flat copies of two buckets that the ranks of a worker sum at a time."""
-        buckets = buckets_of(pp_rank, coordinate, plan)
-        sizes = [buckets.sent_bytes(number, padded=False) for number in range(len(buckets.parts))]
-        return max(map(sum, zip(sizes, [*sizes[1:], 0])), default=0)
+        return summing_bytes(pp_rank, coordinate, plan)
 
     def num_shards(self, server: int, plan: Plan) -> int:
         return len(sharding(plan).of_server[server])

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
 from parallelrun.base.context import WorkerContext
 from parallelrun.base.errors import EXIT_OK, EXIT_PREEMPTED
-from parallelrun.base.records import write_json
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed.comm.counter import CommunicationCounter
-from parallelrun.distributed.mesh import Mesh
 from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.report.records import attempts
 from parallelrun.report.runs import final_panel as report
-from parallelrun.report.runs.bench import show as show_bench
 from parallelrun.training.loop import bench
 from parallelrun.training.loop.build import Training, build
-from parallelrun.training.loop.data_runtime import DataRuntime, Pair
-from parallelrun.training.loop.flat_tensors import bucket_pairs
 from parallelrun.training.loop.saves import SaveTimes
 from parallelrun.training.loop.step import Evaluation, measure
 from parallelrun.training.metrics.profiler import StepProfiler
 from parallelrun.training.metrics.recorder import peak_bytes
 from parallelrun.training.metrics.timing import StepClock
 
-from ..common.bucket_sums import sum_inside_worker
+from ..common.worker_runtime import WorkerRuntime
 from . import reference
 from .connections import collect_facts, publish_facts
 from .metrics import MetricsWriter
@@ -58,11 +52,7 @@ def run(config: Config, plan: Plan, context: WorkerContext) -> int:
     step_times: list[float] = []  # worker 0's: workers that are not in step have a pace of their own
     code = _train(training, context, step_times)
     if context.rank == 0:
-        document = bench.summarise(step_times[config.bench.warmup :], training)
-        document["peak_memory_bytes"] = peak_bytes(context.device)
-        write_json(context.directory / "bench.json", document)
-        if context.console_owner:
-            show_bench(document)
+        bench.write(step_times[config.bench.warmup :], peak_bytes(context.device), training, context)
     return code
 
 
@@ -141,21 +131,12 @@ def _end(
     writer.finish({0: own_facts, **others, **servers}, "preempted" if stopped else "done", clock, more)
 
 
-class WorkerRuntime(DataRuntime):
-    """A worker computes with one copy of the weights; its ranks with copies of the same sum their gradients, which then
-    stay local until they are pushed."""
-
-    def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
-        super().__init__(pairs, plan, mesh)
-        self._buckets = [own for _, own in bucket_pairs(pairs, plan)[0]]
+class PushingRuntime(WorkerRuntime):
+    """A worker computes with one copy of the weights; its gradients stay local until they are pushed."""
 
     @classmethod
     def run_rank(cls, config: Config, plan: Plan, context: WorkerContext) -> int:
         return run(config, plan, context)
 
-    def finish_gradients(self) -> None:
-        super().finish_gradients()
-        sum_inside_worker(self._buckets, self._plan, self._mesh)
 
-
-RUNTIME = WorkerRuntime
+RUNTIME = PushingRuntime

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallelrun.base import registry
 from parallelrun.base.errors import EXIT_ENVIRONMENT
 from parallelrun.base.layout import Layout
 from parallelrun.checkpoint.data import check_data
@@ -30,6 +29,8 @@ from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.definitions import Dataset
 from parallelrun.planner.model.model_spec import ParameterSpec
+from parallelrun.training.loop.build import whole_network
+from parallelrun.training.loop.checkpointing import resume_values
 from parallelrun.training.loop.flat_tensors import flat_views
 from parallelrun.training.loop.schedules import LossScaler
 
@@ -67,8 +68,7 @@ class ShardStore:
     def initialise(self) -> None:
         """Fill in the initial weights, which are the same under every plan."""
         config, plan = self._config, self._plan
-        with torch.device("meta"):  # a user's module may compute initial values itself
-            network = registry.load("models", config.model.name, "network").build(config, plan.spec, plan.precision)
+        network = whole_network(config, plan)  # a user's module may compute initial values itself
         own = network.own_values(config.seed) if network.own_values is not None else {}
         initial = initial_weights(config, plan.spec)
         for parameter in self._stored:
@@ -101,16 +101,10 @@ class ShardStore:
 
     def extra(self, clocks: Mapping[int, int]) -> dict[str, Any]:
         """Return the values that an exact resume needs in addition to the tensors. clocks: of the live workers."""
-        config, plan, step = self._config, self._plan, min(clocks.values())
-        return {
-            "step": step,
-            "samples": step * plan.batch.global_batch,
-            "global_batch": plan.batch.global_batch,
-            "seed": config.seed,
-            "dataset": self._dataset.record,
-            "scaler": LossScaler(config.precision, plan.precision.scaled).state(),
-            "clocks": [clocks[worker] for worker in sorted(clocks)],
-        }
+        config, plan = self._config, self._plan
+        scaler = LossScaler(config.precision, plan.precision.scaled)
+        values = resume_values(config, plan, min(clocks.values()), self._dataset, scaler)
+        return {**values, "clocks": [clocks[worker] for worker in sorted(clocks)]}
 
     @cached_property
     def _dataset(self) -> Dataset:

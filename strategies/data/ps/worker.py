@@ -19,7 +19,7 @@ from parallelrun.training.loop.checkpointing import due
 from parallelrun.training.loop.gradients import clip_coefficient
 from parallelrun.training.loop.reader import Batch, Reader
 from parallelrun.training.loop.schedules import LossScaler
-from parallelrun.training.loop.step import Evaluation, StepResult, counted_targets
+from parallelrun.training.loop.step import Evaluation, StepResult, evaluate
 from parallelrun.training.loop.step import count_valid as count_globally
 from parallelrun.training.loop.training_loop import check_finite
 
@@ -159,29 +159,22 @@ def clip(pushes: list[Tensor], training: Training) -> float:
     return norm
 
 
-@torch.no_grad()
 def evaluate_locally(training: Training, heartbeat: Callable[[int], None]) -> Evaluation:
     """Like `training.loop.step.measure`, but compute all replicas' parts of the validation batches in this worker."""
     split, config, plan = training.dataset.val, training.config, training.plan
     size = plan.batch.global_batch
     sampler = make_sampler(len(split), size, config.seed, split.shares, shuffle=False)
-    totals = torch.zeros(3, dtype=torch.float64)  # loss, right answers, valid targets
     of_worker = plan.mesh.size("dp") // plan.num_replicas  # the replicas that its ranks compute at the same time
     first, num_replicas = training.mesh.coordinate.get("dp", 0) % of_worker, size // plan.batch.replica_batch
-    for replica in range(first, num_replicas, of_worker):
-        reader = Reader(split, sampler, plan, training.mesh, replica)
-        for number in range(1, training.eval_batches + 1):
-            heartbeat(number)
-            batch = reader.batch(number)
-            sums, num_valid = training.runner.evaluate(batch), count_valid(training, batch)[1]
-            if training.counts_loss:
-                totals[:2] += sums.cpu()
-            if training.counts_targets:
-                totals[2] += num_valid
-    comm.all_reduce(totals, training.mesh.group(plan.worker_ranks), CONTROL)
-    loss_sum, num_right, num_valid = totals.tolist()
-    top1 = num_right / num_valid if plan.counts_right_answers else None
-    return Evaluation(loss_sum / num_valid if num_valid else float("nan"), top1)
+
+    def batches() -> Iterator[Batch]:
+        for replica in range(first, num_replicas, of_worker):
+            reader = Reader(split, sampler, plan, training.mesh, replica)
+            for number in range(1, training.eval_batches + 1):
+                heartbeat(number)
+                yield reader.batch(number)
+
+    return evaluate(training, batches(), count_valid, plan.worker_ranks)
 
 
 def count_valid(training: Training, batch: Batch) -> tuple[float, float]:
@@ -193,9 +186,4 @@ def count_valid(training: Training, batch: Batch) -> tuple[float, float]:
     if plan.data.in_step or not training.counts_first:
         everyone, mine = count_globally(training, batch)
         return everyone / plan.num_replicas, mine
-    if training.mesh.coordinate.get("pp", 0) != plan.last_stage_pp_rank:
-        return 1.0, 0.0  # only the last stage computes a loss
-    counted = counted_targets(training, batch)
-    mine = float(counted)
-    comm.all_reduce(counted, training.mesh.group(counting_axis(plan)), CONTROL)
-    return float(counted) or 1.0, mine
+    return count_globally(training, batch, axis=counting_axis(plan))

@@ -33,8 +33,6 @@ class ZeRO1(ZeRO):
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
         """The gradients that no bucket has collected; in the last pass, also the receive buffers of full buckets."""
-        if plan.pipeline.splits_backward:
-            return None
         buckets = buckets_of(plan.stages[stage].pp_rank, coordinate, plan)
         is_last = number == plan.batch.microbatches - 1
         return [

@@ -33,8 +33,6 @@ class ZeRO2(ZeRO):
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
         """The gradients that no bucket holds yet, and the pending buckets, those of earlier passes included."""
-        if plan.pipeline.splits_backward:
-            return None
         buckets = buckets_of(plan.stages[stage].pp_rank, coordinate, plan)
         own = [bucket for bucket, parts in enumerate(buckets.parts) if parts[0][0].stage == stage]
         # (bucket, is its sum added to earlier ones?): where buckets are few, those of two passes before are pending too

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun.distributed import comm
@@ -56,7 +55,7 @@ class AllToAll:
     ):
         self.group, self.counter, self.overlap = group, counter, overlap
         self.sends, self.receives = sends, receives
-        self._under_way: tuple[dist.Work | None, Tensor, Tensor] | None = None
+        self._under_way: tuple[comm.Waitable, Tensor, Tensor] | None = None
 
     def reversed(self) -> AllToAll:
         """Return the all-to-all that brings every row back to its source."""

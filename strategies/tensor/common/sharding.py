@@ -41,12 +41,6 @@ def shard_parameters(network: nn.Module, plan: Plan, mesh: Mesh) -> None:
         setattr(network.get_submodule(module), attribute, local[id(parameter)])
 
 
-def replace_module(network: nn.Module, name: str, layer: nn.Module) -> None:
-    """Replace the module at a dotted path."""
-    parent, _, leaf = name.rpartition(".")
-    setattr(network.get_submodule(parent), leaf, layer)
-
-
 @dataclass(frozen=True)
 class EvenSlice:
     """Part `index` of the `count` equal parts into which several axes split a dim."""

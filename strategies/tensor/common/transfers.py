@@ -12,12 +12,11 @@ from parallelrun.distributed.mesh import Group
 Finish = Callable[[], Tensor]  # waits for a collective and returns its result
 
 
-def when_done(work: comm.Waitable | None, result: Tensor) -> Finish:
-    """Return what waits for a collective, if there is one to wait for, and gives its result."""
+def when_done(work: comm.Waitable, result: Tensor) -> Finish:
+    """Return what waits for a collective and gives its result."""
 
     def finish() -> Tensor:
-        if work is not None:
-            work.wait()
+        work.wait()
         return result
 
     return finish

@@ -13,7 +13,7 @@ from parallelrun.planner.model.product import ActivationLayout
 
 from ..common.cross_entropy import VocabParallelLoss
 from ..common.norm import SplitNorm
-from ..common.sharding import first_row, has_vocab_head, replace_module, shard_parameters, slice_of
+from ..common.sharding import first_row, has_vocab_head, shard_parameters, slice_of
 from .layers import EXCHANGING, MULTIPLYING, TRACKING, LayoutTracker
 from .matmul import matmul_options
 from .plan import GridStrategy
@@ -34,11 +34,11 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
     tracker = LayoutTracker(boundary, mesh)
     for name, layer in list(network.named_modules()):
         if type(layer) in TRACKING:  # attention has no parameters: the spec does not list it
-            replace_module(network, name, TRACKING[type(layer)](layer, tracker=tracker))
+            network.set_submodule(name, TRACKING[type(layer)](layer, tracker=tracker))
         elif plan.ep_spans_tp and type(layer) in EXCHANGING:
             if plan.token_ranks > 1:
                 group = mesh.group(strategy.token_axis(plan))
-                replace_module(network, name, EXCHANGING[type(layer)](layer, group=group))
+                network.set_submodule(name, EXCHANGING[type(layer)](layer, group=group))
         elif isinstance(layer, Router):
             rows = slice_of(boundary.rows, mesh)
             layer.sample_part = rows.index, rows.count
@@ -46,11 +46,11 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
             product = strategy.product_of(specs[name], plan)
             assert product is not None, f"{name} multiplies"
             bound = MULTIPLYING[type(layer)](layer, product=product, mesh=mesh, options=options, tracker=tracker)
-            replace_module(network, name, bound)
+            network.set_submodule(name, bound)
         elif isinstance(layer, single_device.HiddenNorm) and layer.layer_role == "norm":
             for axis in strategy.activation_layout(specs[name], plan).features:
                 if mesh.shape.size(axis) > 1:
-                    replace_module(network, name, SplitNorm(layer, group=mesh.group(axis)))
+                    network.set_submodule(name, SplitNorm(layer, group=mesh.group(axis)))
     for name in network.block_names:
         network.block(name).register_forward_pre_hook(tracker.restart)
     if plan.spec.kind == "features" and plan.spec.blocks[0].name in network.block_names:

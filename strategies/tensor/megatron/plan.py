@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.layout import Layout
@@ -23,9 +23,6 @@ from ..common.keys import MegatronConfig
 from ..common.product_strategy import ProductStrategy
 from ..common.traffic import AXIS, overlaps
 from . import checks
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 KV_AXIS, COPY_AXIS = "tp_kv", "tp_copy"
 COLUMN_ROLES = ("column_parallel", "head", "shared_input", "expert_input")  # roles of layers that read whole rows
@@ -60,7 +57,7 @@ class Megatron1D(ProductStrategy):
         return checks.is_legal(request, cls.asks_for_slices(request.config))
 
     @classmethod
-    def resolve(cls, request: Request) -> Self:
+    def resolve(cls, request: Request) -> Megatron1D:
         """Sequence parallelism needs several ranks to split the sequence over."""
         kv_heads = request.spec.kv_heads
         return cls(

@@ -9,7 +9,7 @@ from parallelrun.planner.contract.plan import Plan
 
 from ..common.cross_entropy import VocabParallelLoss
 from ..common.norm import SplitNorm
-from ..common.sharding import first_row, has_vocab_head, replace_module, shard_parameters
+from ..common.sharding import first_row, has_vocab_head, shard_parameters
 from ..common.traffic import AXIS, overlaps
 from . import layers
 from .operators import TPContext
@@ -29,13 +29,13 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
     for name, layer in list(network.named_modules()):
         if isinstance(layer, single_device.TokenEmbedding):
             start = first_row(layer.vocab, axes, mesh)
-            replace_module(network, name, layers.VocabParallelEmbedding(layer, tp=tp, start=start))
+            network.set_submodule(name, layers.VocabParallelEmbedding(layer, tp=tp, start=start))
         elif plan.ep_spans_tp and isinstance(layer, (single_device.ExpertInput, single_device.ExpertOutput)):
             continue  # the expert dispatcher divides the tokens
         elif name in over_heads:
-            replace_module(network, name, SplitNorm(layer, group=group))
+            network.set_submodule(name, SplitNorm(layer, group=group))
         elif type(layer) in layers.PARALLEL_LAYERS:  # other norms work on a slice of the sequence as they are
-            replace_module(network, name, layers.PARALLEL_LAYERS[type(layer)](layer, tp=tp))
+            network.set_submodule(name, layers.PARALLEL_LAYERS[type(layer)](layer, tp=tp))
     if isinstance(network.loss, single_device.TokenLoss) and has_vocab_head(plan):
         vocab = plan.spec.vocab
         network.loss = VocabParallelLoss(network.loss.label_smoothing, group, first_row(vocab, axes, mesh), vocab)

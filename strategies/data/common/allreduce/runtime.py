@@ -36,7 +36,7 @@ def all_reduce(tensor: Tensor, group: Group, purpose: str, rounds: Rounds) -> Wa
     members.
     """
     if not rounds or group.size == 1:
-        return comm.all_reduce(tensor, group, purpose, async_op=True) or Done()
+        return comm.all_reduce(tensor, group, purpose, async_op=True)
     assert tensor.is_contiguous(), "its flat view is sent"
     flat, rounds = tensor.view(-1), tuple(turn for turn in rounds if turn.send or turn.receive)
     start = _on_stream if tensor.is_cuda else _on_thread
@@ -50,13 +50,6 @@ class AlgorithmRuntime(BucketedRuntime):
         strategy: Any = self._plan.data  # an `AlgorithmAllReduce`, whose file says more than this one needs
         rounds = strategy.rounds(group.axis, group.size, group.index, tensor.numel(), self._plan)
         return all_reduce(tensor, group, "gradients", rounds)
-
-
-class Done:
-    """The exchange of a group of one rank, which has ended before it starts."""
-
-    def wait(self) -> None:
-        pass
 
 
 class SumOnThread:

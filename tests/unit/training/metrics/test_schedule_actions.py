@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from parallelrun.training.metrics.clocks import HostClock
 from parallelrun.training.metrics.schedule_actions import ActionClock, schedule_document
+from parallelrun.training.metrics.timing import HostClock
 
 
 class GivenClock(HostClock):
