@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallelrun.base.wording import counted
 from parallelrun.planner.contract.mesh_shape import MeshShape
@@ -101,36 +101,52 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
             f"the mesh {plan.mesh.mesh_dims} has {plan.mesh.num_ranks} ranks{beside}, the world has {world}"
         )
     mesh = Mesh(plan.mesh, rank, device)
-    if world > 1:
-        mesh._groups |= {axis: group for axis, group in _create_groups(plan).items() if group.size > 1}
+    if plan.servers:
+        mesh._groups |= {axis: group for axis, group in _groups_beside_servers(plan).items() if group.size > 1}
+        return mesh
+    if world == 1:
+        return mesh
+    everyone = tuple(range(world))
+    mesh._groups[WORLD] = Group(WORLD, everyone, rank, dist.group.WORLD)
+    mesh_dims = [(axis, degree) for axis, degree in plan.mesh.mesh_dims if degree > 1]
+    root = init_device_mesh(
+        device.type, tuple(degree for _, degree in mesh_dims), mesh_dim_names=tuple(axis for axis, _ in mesh_dims)
+    )
+    for axis, _ in mesh_dims:
+        ranks = plan.mesh.group_of(rank, axis)
+        mesh._groups[axis] = Group(axis, ranks, ranks.index(rank), root.get_group(axis))
+    for axis, parts in plan.mesh.flattened:
+        several = [part for part in parts if plan.mesh.size(part) > 1]
+        if len(several) == 1:  # all other parts have degree 1, so the flattened dim has the group of this one
+            only = mesh._groups[several[0]]
+            mesh._groups[axis] = Group(axis, only.ranks, only.index, only.process_group)
+        elif several:
+            _enumerate(mesh, axis, list(plan.mesh.groups(axis)))
+    if plan.tied_copies:
+        _enumerate(mesh, EMBEDDING, embedding_groups(plan))
     return mesh
 
 
 def build_server_group(plan: Plan) -> Group:
     """Return the group of all servers; create the same groups as the workers in `build_mesh`."""
     assert plan.role(dist.get_rank()) == "server", f"rank {dist.get_rank()} is a worker"
-    return _create_groups(plan)[SERVERS]
+    return _groups_beside_servers(plan)[SERVERS]
 
 
-def _create_groups(plan: Plan) -> dict[str, Group]:
-    """Return this rank's groups by axis: every rank takes part in creating all of them, in the same order.
+def _groups_beside_servers(plan: Plan) -> dict[str, Group]:
+    """Return this rank's groups in a world with servers, by axis: every rank takes part in creating all of them.
 
-    Axes with the same ranks share a group, but for the embedding group. A world without servers has its group already.
+    Axes with the same groups share them, but for the embedding group, as in a world without servers.
     """
     rank, shape = dist.get_rank(), plan.mesh
-    axes = [*shape.mesh_dim_names, *(axis for axis, _ in shape.flattened)]
-    groups_of = {WORLD: [tuple(range(plan.num_workers))]}
-    created: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup | None] = {}
-    if plan.servers:
-        axes += [plan.worker_ranks] if plan.worker_ranks else []
-        groups_of[SERVERS] = [tuple(range(plan.num_workers, plan.world))]
-    else:
-        created[False, groups_of[WORLD][0]] = dist.group.WORLD
-    groups_of |= {axis: list(shape.groups(*axis.split("+"))) for axis in axes}
+    axes = dict.fromkeys((*shape.mesh_dim_names, *(axis for axis, _ in shape.flattened), plan.worker_ranks))
+    groups_of = {WORLD: [tuple(range(plan.num_workers))], SERVERS: [tuple(range(plan.num_workers, plan.world))]}
+    groups_of |= {axis: list(shape.groups(*axis.split("+"))) for axis in axes if axis}
     groups_of |= {EMBEDDING: embedding_groups(plan)} if plan.tied_copies else {}
+    created: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup] = {}
     own = {}
     for axis, groups in groups_of.items():
-        has_gpus = axis != SERVERS and plan.servers > 0 and plan.device == "cuda"
+        has_gpus = axis != SERVERS and plan.device == "cuda"
         backend = "cpu:gloo,cuda:nccl" if has_gpus else None  # None: as the world's
         for ranks in groups:
             key = axis == EMBEDDING, ranks
@@ -145,3 +161,11 @@ def embedding_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Return pairs of ranks with the copies of a tied weight: first and last stage, otherwise same coordinate."""
     first, last = plan.stages[0].pp_rank, plan.stages[-1].pp_rank
     return [tuple(sorted((ranks[first], ranks[last]))) for ranks in plan.mesh.groups("pp")]
+
+
+def _enumerate(mesh: Mesh, axis: str, groups: list[tuple[int, ...]]) -> None:
+    """Create all groups of an axis, on every rank in the same order; keep the group of this rank."""
+    for ranks in groups:
+        process_group = dist.new_group(list(ranks))
+        if mesh.rank in ranks:
+            mesh._groups[axis] = Group(axis, ranks, ranks.index(mesh.rank), process_group)
