@@ -71,6 +71,7 @@ SEQUENCE = {"strategy.tensor.sequence_parallel": True}
 PACKED = {"dataset.pack": True}
 ONE_LAYER = {"model.layers": 1}
 GRID = {"model.layers": 1, "global_batch": 8}
+NARROW = {"tp": 2, "layout": "2d", "pp": 2, "global_batch": 8, "micro_batch": 2}
 CHUNKS: dict[str, Any] = {"model.vocab": 1024, "dataset.vocab": 1024, "loss_chunks": 7}
 # The peak lies inside attention, where other ranks' keys pass by.
 LONG = GPT | {
@@ -187,6 +188,26 @@ PLANS: dict[str, dict[str, Any]] = {
     "2d llama, norms of heads, gathered again": LLAMA
     | GRID
     | {"tp": 4, "layout": "2d", "model.kv_heads": 4, "strategy.tensor.save_gathered": False, "model.qk_norm": "head"},
+    "2d of one row, large vocabulary": GPT
+    | GRID
+    | {"tp": 2, "layout": "2d", "strategy.tensor.grid": "1x2", "model.vocab": 1024, "dataset.vocab": 1024},
+    # The gradient of a table that is gathered is the largest tensor.
+    "2d of one column bf16, few tokens": FEW
+    | BF16
+    | {"tp": 2, "layout": "2d", "strategy.tensor.grid": "2x1", "micro_batch": 2, "recompute": "none"},
+    # Norms of split features and products that gather their input do not save it.
+    "2d of one row x 1f1b": GPT | NARROW | {"strategy.tensor.grid": "1x2", "schedule": "1f1b"},
+    # A pass for the gradients of inputs alone frees nothing, and moves what its products read and give.
+    "2d of one row x zero bubble": GPT | NARROW | {"strategy.tensor.grid": "1x2", "schedule": "zero_bubble"},
+    "2d of one column x zero bubble selective": GPT
+    | NARROW
+    | {"strategy.tensor.grid": "2x1", "schedule": "zero_bubble"}
+    | SELECTIVE,
+    "moe, 2d of one row x 1f1b selective bf16": MOE
+    | NARROW
+    | {"strategy.tensor.grid": "1x2", "schedule": "1f1b"}
+    | SELECTIVE
+    | BF16,
     # The end of a block's second forward needs most: partial sums are scattered beside the gradient that was gathered.
     "2d of one row full": GPT | GRID | {"tp": 4, "layout": "2d", "strategy.tensor.grid": "1x4"} | FULL,
     # Weights that the second forward has rounded stay until their products' backward.
@@ -275,6 +296,8 @@ SELDOM = {
     "diloco, highest when replicas meet, two buckets", "2d llama, norms of heads, gathered again", "offload, zbv",
     "2d of one row full", "powersgd, experts", "moe, ep over dp x tp, sequence", "bert", "ddp", "packed",
     "resnet offload bf16, several sets", "resnet, sets of a microbatch, tp", "moe 2d, ep over tp, full",
+    "2d of one column bf16, few tokens", "2d of one row x 1f1b", "2d of one column x zero bubble selective",
+    "moe, 2d of one row x 1f1b selective bf16",
 }  # fmt: skip
 # Of four microbatches without a pipeline, the last two only repeat the second.
 PLANS = {name: _shorter(overrides) for name, overrides in PLANS.items() if matrix.FULL or name not in SELDOM}
@@ -343,7 +366,8 @@ WORLDS = {name: prod(overrides.get(axis, 1) for axis in AXES) for name, override
 
 
 def test_the_predicted_peak_of_panels_is_that_of_the_rank_that_holds_most():
-    for found in zip(*run_ranks(4, peaks, [SUMMA], timeout=240, backend="gloo"), strict=True):
+    narrow = SUMMA | {"strategy.tensor.grid": "1x4"}
+    for found in zip(*run_ranks(4, peaks, [SUMMA, narrow], timeout=240, backend="gloo"), strict=True):
         predicted, most = max(one for _, one in found), max(one for one, _ in found)
         assert predicted == pytest.approx(most, rel=BOUND), found
 

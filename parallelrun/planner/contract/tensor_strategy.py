@@ -37,8 +37,10 @@ class LayerBackward:
 
     kept: what forward has saved for it, freed when it is over. arriving, giving: gradients of activations that it reads
     and gives, and those that wait for an earlier layer meanwhile. scratch: what only it needs. weights: the gradient of
-    its weights, in their dtype. reads: the gradient of its output, from which the weights' one is computed: where
-    that is done apart (zero bubble), it stays until then. in_forward: what the last layer needs at the end of forward.
+    its weights, in their dtype; weight_scratch: what computing that needs besides; widened: the largest of them in the
+    compute dtype, from which it is widened when what was saved is free. reads: the gradient of its output, from which
+    the weights' one is computed: where that is done apart (zero bubble), it stays until then. in_forward: what the last
+    layer needs at the end of forward.
     """
 
     kept: int = 0
@@ -48,6 +50,13 @@ class LayerBackward:
     weights: int = 0
     reads: int = 0
     in_forward: int = 0
+    weight_scratch: int = 0
+    widened: int = 0
+
+    @property
+    def of_weights(self) -> int:
+        """Bytes for the gradient of its weights, beyond what is saved."""
+        return self.weights + self.weight_scratch + max(0, self.widened - self.kept)
 
 
 @dataclass(frozen=True)
@@ -169,6 +178,11 @@ class TensorStrategy(AxisStrategy):
     @abstractmethod
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Return the bytes that one microbatch of `block` saves for backward on a rank, under plan.recompute."""
+
+    @abstractmethod
+    def saves_input(self, block: BlockSpec, plan: Plan) -> bool:
+        """Return whether the layers of `block` that read its input save it as it arrives, where nothing is recomputed
+        in full."""
 
     @abstractmethod
     def layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:

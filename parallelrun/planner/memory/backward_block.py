@@ -37,11 +37,25 @@ class BackwardBlock:
         remaining = total = sum(layer.kept for layer in self.passes)
         most, produced = self.forward, 0
         for layer in reversed(self.passes):
-            here = layer.arriving + layer.giving + layer.scratch + layer.weights
+            here = layer.arriving + layer.giving + layer.scratch + layer.of_weights
             most = max(most, remaining - total + produced + here)
             produced += layer.weights if accumulates else 0
             remaining -= layer.kept
         return self.again + self.beside + most
+
+    @property
+    def apart(self) -> int:
+        """Bytes that the block holds beyond `kept` from its pass for input gradients to that for weights."""
+        return self.again + sum(layer.reads for layer in self.passes)
+
+    @property
+    def input_bytes(self) -> int:
+        """The peak of the pass for input gradients alone, beyond `kept`, of which it frees nothing."""
+        most, reads = self.forward, 0
+        for layer in reversed(self.passes):
+            most = max(most, reads + layer.arriving + layer.giving + layer.scratch)
+            reads += layer.reads
+        return self.again + most
 
     def least_bytes(self, plan: Plan) -> int:
         """A lower bound of `working_bytes`: with every weight's gradient in the compute dtype alone, the least that any
@@ -51,7 +65,8 @@ class BackwardBlock:
             return self.working_bytes(accumulates=False)
         most, freed = self.forward, 0
         for layer in reversed(self.passes):
-            weights = max(layer.scratch, layer.weights * compute // stored)
+            beside = layer.scratch + layer.of_weights - layer.weights
+            weights = max(beside, layer.weights * compute // stored)
             most = max(most, layer.arriving + layer.giving + weights - freed)
             freed += layer.kept
         return self.again + self.beside + most
@@ -88,7 +103,7 @@ def backward_block(name: str, plan: Plan, rounded: bool) -> BackwardBlock:
         passes = plan.tensor.layer_backwards(block, as_saved)
         extra = plan.expert.saved_bytes(block, as_saved) if plan.expert else 0
         kept = plan.tensor.saved_bytes(block, as_saved) + extra
-        own = kept if block.backward is None or block.backward.saves_input else 0  # of what the passes keep
+        own = kept if plan.tensor.saves_input(block, plan) else 0  # of what the passes keep
         again = sum(layer.kept for layer in passes) - own if plan.runs_again and block.is_recomputed else 0
         kept, again = of_stack(block, kept, again, plan)
         if again > 0 and rounded and (copies := plan.tensor.rounded_again_bytes(block, plan)):
@@ -112,5 +127,6 @@ def _with_rounded(passes: tuple[LayerBackward, ...], rounded: int) -> tuple[Laye
     for layer in passes:
         part = layer.weights / weights if weights else 1 / len(passes)  # of frozen weights: equal parts
         saved = layer.kept + int(rounded * part)
-        changed.append(replace(layer, kept=saved, scratch=layer.scratch - min(layer.weights, saved)))
+        beside = layer.weight_scratch + layer.widened - min(2 * layer.widened, saved)
+        changed.append(replace(layer, kept=saved, weight_scratch=beside, widened=0))
     return tuple(changed)

@@ -94,32 +94,26 @@ class ScheduleTraversal:
         reduced: set[int] = set()  # stages whose sums have begun
         apart = 0  # of microbatches whose weight gradients are not computed yet, beside what is saved for them
         bytes_apart = {index: self._apart(index) for index in self._blocks}
-        bytes_behind = {index: self._behind(index) for index in self._blocks}
         data, peak = self._plan.data, Memory(0, 0, 0, 0)
         reducing = {index: data.reducing_bytes(index, self._coordinate, self._plan) for index in self._blocks}
         for (kind, index, _), activations in self._live_bytes(has_messages):
-            has_input_gradient = index > 0
-            split = kind in "IW" and has_input_gradient
-            if kind == "F" and not self._in_forward[index]:
+            split, number = kind in "IW" and index > 0, begun[index]
+            if (kind == "F" and not self._in_forward[index]) or (kind == "I" and not split):
                 continue
-            if kind == "I" and has_input_gradient:
-                apart += bytes_apart[index]
-            if kind != "I" or has_input_gradient:
-                number = begun[index]
-                if kind == "F":
-                    beyond = self._end_of_forward(index, number)
-                else:
-                    beyond = self._of_weights(index, kind, number) if split else self._beyond_kept(index, number)
-                temporary = batch + apart + beyond
-                if gradients + activations + temporary > peak.tensors:
-                    peak = Memory(0, gradients, 0, activations, temporary)
+            if kind == "F":
+                beyond = self._end_of_forward(index, number)
+            elif kind == "I":
+                beyond = self._of_inputs(index)
+            else:
+                beyond = self._of_weights(index, number) if split else self._beyond_kept(index, number)
+            temporary = batch + apart + beyond
+            if gradients + activations + temporary > peak.tensors:
+                peak = Memory(0, gradients, 0, activations, temporary)
             if kind in "BW":
                 gradients += 0 if begun[index] or reducing[index] is not None else self._complete(index)
                 begun[index] += 1 if reducing[index] is None else 0  # each pass of others is as the first
-            if kind == "I" and has_input_gradient:
-                apart -= bytes_behind[index]
-            if kind == "W" and has_input_gradient:
-                apart -= bytes_apart[index] - bytes_behind[index]
+            if split:
+                apart += bytes_apart[index] if kind == "I" else -bytes_apart[index]
             if kind == "W" and (sizes := reducing[index]) is not None:
                 left, temporary = activations - self._kept[index], batch + apart + self._complete(index) + sizes[0]
                 if gradients + left + temporary > peak.tensors:
@@ -154,31 +148,33 @@ class ScheduleTraversal:
                 live += self._kept[action.stage] if action.kind == "F" else -self._kept[action.stage]
 
     def _apart(self, index: int) -> int:
-        """Bytes that a microbatch of a stage holds from its I to its W pass, beyond the saved activations."""
-        return sum(block.again + sum(layer.reads for layer in block.passes) for block in self._blocks[index])
-
-    def _behind(self, index: int) -> int:
-        """Bytes that a stage saves behind its last layer with weights, as for the loss: freed when its I pass ends."""
+        """Bytes that a microbatch of a stage holds from its I to its W pass, beyond the saved activations: without what
+        it saved behind its last layer with weights, as for the loss, which is freed when the I pass ends."""
         passes = [layer for block in self._blocks[index] for layer in block.passes]
         last = max((place for place, layer in enumerate(passes) if layer.weights), default=len(passes))
-        return sum(layer.kept for layer in passes[last + 1 :])
+        return sum(block.apart for block in self._blocks[index]) - sum(layer.kept for layer in passes[last + 1 :])
 
-    def _of_weights(self, index: int, kind: str, number: int) -> int:
-        """Bytes of weight gradients in pass `number` of a stage before they are added up, beyond what it began with: of
-        two layers, as torch holds one's until it has the next's, and of one weight as it was computed. torch takes the
-        layers in forward order, and frees what each read. I: the largest stands for others."""
-        is_first = kind == "I" or number == 0  # the first become the sums
+    def _of_inputs(self, index: int) -> int:
+        """The peak of a stage's I pass beyond the saved activations."""
+        most = apart = 0
+        for block in reversed(self._blocks[index]):
+            most = max(most, apart + block.input_bytes)
+            apart += block.apart
+        return most
+
+    def _of_weights(self, index: int, number: int) -> int:
+        """Bytes of weight gradients in W pass `number` of a stage before they are added up, beyond what it began with:
+        of two layers, as torch holds one's until it has the next's, and what computing one needs. torch takes the
+        layers in forward order, and frees what each read."""
+        is_first = number == 0  # the first become the sums
 
         def compute() -> int:
             layers = [layer for block in self._blocks[index] for layer in block.passes if layer.weights]
             if is_first:
-                return max((layer.weights for layer in layers), default=0)
-            precision = self._plan.precision
-            rounded = BYTES[precision.compute] if precision.compute != precision.stored else 0
+                return max((layer.of_weights for layer in layers), default=0)
             most = before = freed = 0
             for layer in layers:
-                beside = min(layer.scratch, layer.weights * rounded // BYTES[precision.stored])
-                most = max(most, before + layer.weights + beside - freed)
+                most = max(most, before + layer.of_weights - freed)
                 before = layer.weights
                 freed += layer.kept + layer.reads
             return most
@@ -254,11 +250,14 @@ def _by_block(stage: Stage, plan: Plan, pp_rank: int, coordinate: dict[str, int]
 
 
 def _input_beside(stage: Stage, plan: Plan) -> int:
-    """Bytes of a stage's input that its first block does not save, because a block before it would have."""
+    """Bytes of a stage's input that its first block does not save: it may read only what it makes of it, or a block
+    before it would have saved it."""
     first = plan.spec.block(stage.blocks[0])
-    if stage.index == 0 or first.backward is None or first.backward.saves_input:
+    is_saved = plan.tensor.saves_input(first, plan) or (plan.runs_again and first.is_recomputed and not first.backward)
+    if stage.index == 0 or is_saved:
         return 0
-    return prod(plan.input_shape(first)) * BYTES[plan.precision.compute]
+    shape = plan.input_shape(first) if first.input_shape else plan.tensor.boundary_shape(plan)
+    return prod(shape) * BYTES[plan.precision.compute]
 
 
 def batch_bytes(plan: Plan, pp_rank: int) -> int:

@@ -102,12 +102,16 @@ def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> t
             indices + rows_bytes + _weights(layer, plan) + expanded,
             waiting + opened,
             len(opening) * rows_bytes,
-            max(opening) * rounded,
+            0,
             (sum(opening) + sum(biases)) * stored,
             opened,
+            widened=max(opening) * rounded,
         ),
         LayerBackward(between - result, waiting + inside, opened, activation_scratch(inside, plan)),
-        LayerBackward(result, waiting + rows_bytes, inside + again, closing * rounded, closing * stored, rows_bytes),
+        LayerBackward(
+            result, waiting + rows_bytes, inside + again, 0, closing * stored, rows_bytes,
+            widened=max(0, closing * rounded - again),
+        ),
         LayerBackward(rows_bytes + own * compute, waiting, rows_bytes, rows_bytes),
     )
 

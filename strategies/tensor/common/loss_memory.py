@@ -18,7 +18,7 @@ def loss_backward(product: Product | None, plan: Plan) -> LayerBackward:
     """Backward through the loss, of all logits or of a part of the vocabulary. product: of the head.
 
     One device saves log-probabilities in the accurate dtype. Where the vocabulary is split, the logits and two
-    numbers per row are saved; their gradient is computed in the accurate dtype beside a copy, then rounded.
+    numbers per row are saved; their gradient is computed in the accurate dtype, of a copy where it is another.
     """
     targets, vocab = plan.batch.micro_batch * plan.spec.targets_per_sample // plan.mesh.size("cp"), plan.spec.vocab
     compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
@@ -28,7 +28,7 @@ def loss_backward(product: Product | None, plan: Plan) -> LayerBackward:
         return LayerBackward(logits + targets * (INDEX + vocab * capped), logits, logits)
     rows, columns = product.y.local(targets, vocab, plan.mesh.sizes)
     saved = rows * (columns * compute + accurate) + targets * INDEX
-    return LayerBackward(saved, 0, rows * columns * (2 * accurate + (compute if compute != accurate else 0)))
+    return LayerBackward(saved, 0, rows * columns * accurate * (1 if compute == accurate else 2))
 
 
 def chunked_backwards(

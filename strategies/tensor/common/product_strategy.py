@@ -68,23 +68,24 @@ class ProductStrategy(ProductTraffic):
         """Return what attention keeps alive beyond q, k and v because they are views of one buffer."""
         return 0
 
-    def moved_bytes(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
-        """Return the bytes that a product's backward gathers and scatters.
+    def moved_bytes(self, layer: LayerSpec, product: Product, plan: Plan) -> tuple[int, int]:
+        """Return the bytes that a product's backward gathers and scatters: (for the input's gradient, the weights').
 
         Over gloo our reduce-scatter receives as much as it sends. All-reduces are in place. Panels go two at a time:
         while one is multiplied, the next arrives, and while its product is summed over ranks, so still is the last
         one. A rank has a panel of its own, which it need not receive.
         """
-        sizes, total = plan.mesh.sizes, 0
+        sizes, total = plan.mesh.sizes, [0, 0]
         shape = plan.num_rows, layer.in_features, layer.out_features
         parts = num_panels(product, sizes) if product.panels else 1
-        for move in transfers(product, *shape, sizes, save_gathered=self.saves_gathered(layer, plan)):
+        saved, copies = self.saves_gathered(layer, plan), product.panels
+        for move in transfers(product, *shape, sizes, save_gathered=saved, within_rank=copies):
             if move.phase == "backward" and move.operation != "all_reduce":
                 dtype = plan.precision.reduce if move.operand == "dw" else plan.precision.compute
-                times = 2 if move.operation == "reduce_scatter" and plan.device == "cpu" else 1
+                times = 1 + (move.operation == "reduce_scatter") * ((plan.device == "cpu") + (not self.fuses(plan)))
                 at_once = min(2, parts - (move.operation == "broadcast")) if product.panels else 1
-                total += times * at_once * BYTES[dtype] * move.elements
-        return total
+                total[move.operand == "dw"] += times * at_once * BYTES[dtype] * move.elements
+        return total[0], total[1]
 
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Return the bytes on the rank that saves most. Full recomputation saves a block's input: of the first block
@@ -98,6 +99,16 @@ class ProductStrategy(ProductTraffic):
             return prod(plan.input_shape(block)) * BYTES[plan.precision.compute]
         return loss + _bytes(self.activation_layout(None, plan), plan.spec.hidden, plan)
 
+    def saves_input(self, block: BlockSpec, plan: Plan) -> bool:
+        """No norm of split features does, and no product that gathers it."""
+        if block.backward is not None:
+            return block.backward.saves_input
+        first, sizes = block.layers[0], plan.mesh.sizes
+        product = self.product_of(first, plan)
+        if first.layer_role == "norm":
+            return degree(self.activation_layout(first, plan).features, sizes) == 1
+        return product is None or "x" not in self._gathered(first, product, plan)
+
     def layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         """The loss comes behind the last layer of the model."""
         # full recomputation saves other tensors, but runs the same backward pass over them
@@ -107,7 +118,7 @@ class ProductStrategy(ProductTraffic):
     def _layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         if block.backward is not None:
             layers = {layer.name: layer for layer in block.layers}
-            weights = {name: _weight_gradients(x, self.product_of(x, plan), plan) for name, x in layers.items()}
+            weights = {name: _weight_gradients(x, plan) for name, x in layers.items()}
             return tuple(
                 step_memory.step_backward(step, layers.get(step.layer), weights.get(step.layer, 0), plan)
                 for step in block.backward.steps
@@ -119,7 +130,7 @@ class ProductStrategy(ProductTraffic):
             in_order, head = in_order[:-1], in_order[-1]
             product = self.product_of(head, plan)
             assert product is not None, "the last layer gives the logits"
-            sizes = _weight_gradients(head, product, plan), self.moved_bytes(head, product, plan)
+            sizes = _weight_gradients(head, plan), sum(self.moved_bytes(head, product, plan))
             of_loss = loss_memory.chunked_backwards(head, product, *sizes, plan)
         backwards = [backward for layer in in_order for backward in self._layer_backward(layer, block, plan)]
         return (*backwards, *of_loss)
@@ -142,25 +153,32 @@ class ProductStrategy(ProductTraffic):
         if layer.layer_role == "expert":
             return expert_memory.backwards(layer, block, waiting, plan)
         if layer.is_adapter:
-            weights = _weight_gradients(layer, product, plan)
+            weights = _weight_gradients(layer, plan)
             return (module_memory.factor_backward(layer, waiting, weights, plan),)
         if product is None or layer.layer_role not in MULTIPLY:
             norm = 0
             if layer.layer_role == "norm":
                 norm = between = _bytes(self.activation_layout(layer, plan), layer.in_features, plan)
-            own = _weight_gradients(layer, None, plan)
-            return (LayerBackward(saved, waiting + between, norm, own if _adds_to_head(layer, plan) else 0, own, norm),)
-        gives, own = _bytes(product.x, layer.in_features, plan), _weight_gradients(layer, product, plan)
-        scratch = self.moved_bytes(layer, product, plan)
-        scratch += gives if self._recomputes_input(layer, product, block, plan) else 0
-        scratch += (layer.input_gradients - 1) * gives
-        # a gradient to be widened
-        scratch += max((rounded_bytes([parameter], plan) for parameter in layer.parameters), default=0)
+            own = _weight_gradients(layer, plan)
+            scratch = own if _adds_to_head(layer, plan) else 0
+            if product is not None and product.lookup:
+                scratch = max(scratch, sum(self.moved_bytes(layer, product, plan)))
+            return (LayerBackward(saved, waiting + between, norm, scratch, own, norm),)
+        gives, own = _bytes(product.x, layer.in_features, plan), _weight_gradients(layer, plan)
+        scratch, of_weights = self.moved_bytes(layer, product, plan)
+        again = gives if self._recomputes_input(layer, product, block, plan) else 0
+        scratch += again + (layer.input_gradients - 1) * gives
+        widened = max((rounded_bytes([parameter], plan) for parameter in layer.parameters), default=0)
+        if self.fuses(plan):  # a node frees nothing before it ends
+            of_weights, widened = of_weights + widened, 0
         rows, compute = product.y.local(plan.num_rows, 1, plan.mesh.sizes)[0], BYTES[plan.precision.compute]
         reads = rows * self.local_outputs(layer, product, plan) * compute
-        gathered = reads * (plan.mesh.size(product.scatter_y.axis) if product.scatter_y else 1)
+        parts = plan.mesh.size(product.scatter_y.axis) if product.scatter_y else 1
+        gathered = reads * (parts + (parts > 1 and any(len(p.shape) == 1 for p in layer.parameters)))  # a bias: its own
         arriving = waiting if layer.layer_role == "row_parallel" else waiting + reads
-        first = LayerBackward(saved, arriving, gives, scratch, own, gathered)
+        first = LayerBackward(
+            saved, arriving, gives, scratch, own, gathered, 0, of_weights, max(0, widened - again)
+        )
         if layer.layer_role != "column_parallel":
             return (first,)
         of_product = latent_memory.product_gradients(layer, block, plan)
@@ -284,10 +302,8 @@ def _adds_to_head(layer: LayerSpec, plan: Plan) -> bool:
     return len(plan.stages) == 1 and any(parameter.name in plan.spec.readers for parameter in layer.parameters)
 
 
-def _weight_gradients(layer: LayerSpec, product: Product | None, plan: Plan) -> int:
-    """Bytes of the gradients of a layer's weights, as backward leaves them. A tied head has the embedding's, which is
-    counted there where the product moves it."""
-    moves = product is not None and bool(product.gather_w) and plan.mesh.size(AXIS) > 1
-    weights = (*layer.parameters, *((plan.spec.parameters[layer.tied],) if layer.tied and not moves else ()))
+def _weight_gradients(layer: LayerSpec, plan: Plan) -> int:
+    """Bytes of the gradients of a layer's weights, as backward leaves them. A tied head has the embedding's."""
+    weights = (*layer.parameters, *((plan.spec.parameters[layer.tied],) if layer.tied else ()))
     ep = plan.mesh.size("ep") if layer.layer_role == "expert" else 1
     return sum(local_numel(weight, plan) // ep * element_bytes(weight, plan) for weight in weights if not weight.frozen)

@@ -14,15 +14,17 @@ from .activation_memory import INDEX, rounded_bytes
 def step_backward(step: BackwardStep, layer: LayerSpec | None, weights: int, plan: Plan) -> LayerBackward:
     """The backward pass of one operation. layer: whose weights get gradients of that many bytes."""
     samples, precision, step = plan.batch.micro_batch, plan.precision, step.on_rank(plan.mesh.size("tp"))
-    each, scratch = samples * _element_bytes(step, plan), 0
+    each, widened = samples * _element_bytes(step, plan), 0
     if layer is not None:
-        scratch = max((rounded_bytes([parameter], plan) for parameter in layer.parameters), default=0)
-    scratch += max(0, step.giving - step.arriving) * each if step.sums else 0  # what arrived is freed before
+        widened = max((rounded_bytes([parameter], plan) for parameter in layer.parameters), default=0)
+    scratch = max(0, step.giving - step.arriving) * each if step.sums else 0  # what arrived is freed before
     waiting = step.waiting * samples * BYTES[precision.compute]
     if step.waits_itself and each == samples * BYTES[precision.compute]:
         waiting = 0
     arriving, reads = step.arriving * each, step.arriving * each if weights else 0
-    return LayerBackward(_kept(step, plan), waiting + arriving, step.giving * each, scratch, weights, reads)
+    return LayerBackward(
+        _kept(step, plan), waiting + arriving, step.giving * each, scratch, weights, reads, widened=widened
+    )
 
 
 def recomputed_bytes(backward: BlockBackward, plan: Plan) -> int:

@@ -62,6 +62,11 @@ class ProductTraffic(TensorStrategy):
         """Return whether backward reuses what forward gathered, instead of gathering it again."""
         return self.save_gathered
 
+    def fuses(self, plan: Plan) -> bool:
+        """Return whether one node moves and multiplies: it keeps weights as they are stored, and writes partial sums
+        where they are sent from. Others round weights before it, and copy sums into a buffer."""
+        return False
+
     def norm_axes(self, layer: LayerSpec, plan: Plan) -> tuple[str, ...]:
         """Return the axes over which the statistics of a norm are summed."""
         return self.activation_layout(layer, plan).features
@@ -117,6 +122,8 @@ class ProductTraffic(TensorStrategy):
         """Only of weights that a product reads as they are stored: gathered ones are counted as operands."""
         if block.backward is not None:
             return step_memory.rounded_again_bytes(block, plan)
+        if self.fuses(plan):
+            return 0
         size = 0
         for layer in block.layers:
             product = self.product_of(layer, plan)
@@ -127,7 +134,7 @@ class ProductTraffic(TensorStrategy):
     def recomputed_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Where the last product's partial sums are scattered again: the gradient of its result and its gathered copy,
         which its backward has before it asks for what was saved; the sums, what arrives of them, the result; the
-        residual that is added to it, and the norm's output, which the functions that run still hold."""
+        norm's output, which the functions that run still hold, and the residual, unless it is saved."""
         if block.backward is not None:
             return step_memory.recomputed_bytes(block.backward, plan)
         last = next((layer for layer in reversed(block.layers) if layer.layer_role == "row_parallel"), None)
@@ -138,7 +145,10 @@ class ProductTraffic(TensorStrategy):
         own = prod(product.y.local(plan.num_rows, last.out_features, plan.mesh.sizes))
         arriving = parts if plan.device == "cpu" else 0  # gloo's reduce-scatter receives as much as it sends
         gathered = 0 if block.reads_sum(0.0) else parts  # a norm of the sums is the first to ask
-        return (1 + gathered + parts + arriving + 3) * own * BYTES[plan.precision.compute]
+        residual = not self.saves_input(block, plan)
+        behind = self.layer_backwards(block, plan)[block.layers.index(last) - len(block.layers) + 1 :]
+        later = sum(layer.kept for layer in behind) if last is not block.layers[-1] else 0
+        return (1 + gathered + parts + arriving + 2 + residual) * own * BYTES[plan.precision.compute] - later
 
     def transfers_of(self, layer: LayerSpec, plan: Plan) -> list[Transfer]:
         """Return what one microbatch of a layer with a product moves; without backward where nothing before trains."""

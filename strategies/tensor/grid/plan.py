@@ -195,15 +195,18 @@ class GridStrategy(CompleteRows):
         rows = product.y.rows if product else self.boundary(plan).rows
         return tuple(axis for axis in rows if plan.mesh.size(axis) > 1)
 
-    def moved_bytes(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
+    def fuses(self, plan: Plan) -> bool:
+        return overlaps(plan)
+
+    def moved_bytes(self, layer: LayerSpec, product: Product, plan: Plan) -> tuple[int, int]:
         """With the gradients of several outputs, which one node packs into one tensor before it gathers them."""
-        moved, several = super().moved_bytes(layer, product, plan), sum(len(p.shape) == 2 for p in layer.parameters) > 1
-        if not several or product.panels or not overlaps(plan):
-            return moved
+        moved, of_weights = super().moved_bytes(layer, product, plan)
+        if sum(len(p.shape) == 2 for p in layer.parameters) < 2 or product.panels or not overlaps(plan):
+            return moved, of_weights
         packed = prod(product.y.local(plan.num_rows, layer.out_features, plan.mesh.sizes))
         if not self.saves_gathered(layer, plan):  # and the weights, which are gathered again
             packed += sum(local_numel(parameter, plan) for parameter in layer.parameters)
-        return moved + packed * BYTES[plan.precision.compute]
+        return moved + packed * BYTES[plan.precision.compute], of_weights
 
     def shared_bytes(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
         """Where q, k and v are views of one buffer (scattered, or written by one node) and rotary positions make other

@@ -115,6 +115,7 @@ class _Summa(torch.autograd.Function):
         for number, x_panel, w_panel in grid.panels(x.flatten(0, -2), _packed(weights, x.dtype)):
             for y, part in zip(rows, w_panel.split(widths)):
                 y.addmm_(x_panel, part.t(), beta=min(number, 1))  # 0: Y has no values yet
+            del x_panel, w_panel, part  # else three panels at once
         return out
 
     @staticmethod
@@ -140,6 +141,7 @@ class _Summa(torch.autograd.Function):
                 for grad, part in zip(rows, partial.split(widths)):
                     torch.mm(grad.t(), x_panel, out=part)
                 flying.append(grid.w.start_reduce(partial, number, dw, WEIGHT_GRADIENTS))
+            del x_panel, w_panel  # else three panels at once
             for finish in landing:
                 finish()
         for finish in flying:

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.layout import Layout
-from parallelrun.base.precision import BYTES
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.models.moe.spec import has_own_router, inside_dim
 from parallelrun.planner.contract.collective import Collective
@@ -158,12 +157,6 @@ class Megatron1D(ProductStrategy):
         if layer.layer_role != "column_parallel":
             return super().local_outputs(layer, product, plan)
         return sum(local_numel(p, plan) // p.shape[1] for p in layer.parameters if len(p.shape) == 2)
-
-    def moved_bytes(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
-        """With a copy of the input's gradient that is ordered by rank, where it is scattered along the sequence."""
-        moved = super().moved_bytes(layer, product, plan)
-        scattered = product.gather_x is not None and plan.mesh.size(AXIS) > 1
-        return moved + scattered * plan.num_rows * layer.in_features * BYTES[plan.precision.compute]
 
     def recomputes_last_call(self, block: BlockSpec, forward: list[Collective], plan: Plan) -> bool:
         """Recomputation stops at the last tensor that backward needs. The last reduction is behind it, unless more is

@@ -143,23 +143,26 @@ def transfers(
     save_gathered: bool = True,
     input_gradient: bool = True,
     weight_gradient: bool = True,
+    within_rank: bool = False,
 ) -> list[Transfer]:
     """Every collective of one product, forward and backward, padding of uneven rows of W included.
 
     m, k, n: global rows and features (k = vocabulary and n = hidden for a lookup). save_gathered: backward uses the
-    tensors that forward gathered instead of gathering them again. input_gradient: False if X is the model's own input.
+    tensors that forward gathered instead of gathering them again. input_gradient: False if X is the model's own input. within_rank: also over axes of
+    one rank, where panels are copied.
     """
-    flags = save_gathered, input_gradient, weight_gradient
+    flags = save_gathered, input_gradient, weight_gradient, within_rank
     return list(_transfers(product, (m, k, n), tuple(sizes.items()), flags))
 
 
 @lru_cache(maxsize=256)
 def _transfers(
-    product: Product, shape: tuple[int, int, int], degrees: tuple[tuple[str, int], ...], flags: tuple[bool, bool, bool]
+    product: Product, shape: tuple[int, int, int], degrees: tuple[tuple[str, int], ...], flags: tuple[bool, bool, bool, bool]
 ) -> tuple[Transfer, ...]:
     sizes = dict(degrees)
-    moves = _panels(product, *shape, sizes, *flags[1:]) if product.panels else _gathers(product, *shape, sizes, *flags)
-    return tuple(transfer for transfer in moves if sizes.get(transfer.axis, 1) > 1)
+    *needed, within_rank = flags
+    moves = _panels(product, *shape, sizes, *needed[1:]) if product.panels else _gathers(product, *shape, sizes, *needed)
+    return tuple(transfer for transfer in moves if within_rank or sizes.get(transfer.axis, 1) > 1)
 
 
 def _gathers(

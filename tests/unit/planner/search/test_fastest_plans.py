@@ -114,10 +114,10 @@ def test_the_best_plans_are_those_of_their_overrides(name):
 
 
 def test_long_sequences_are_divided():
-    found = composed(*LLAMA[:4], "model.seq=65536", "global_batch=2")
+    found = composed(*LLAMA[:4], "model.seq=131072", "global_batch=2")
     best = search(found.config, found.given, 4).best[0]
     assert any(text.startswith("cp=") for text in best.overrides), best.overrides
-    packed = composed(*LLAMA[:4], "model.seq=65536", "global_batch=2", "dataset.pack=true", "dataset=synthetic")
+    packed = composed(*LLAMA[:4], "model.seq=131072", "global_batch=2", "dataset.pack=true", "dataset=synthetic")
     assert search(packed.config, packed.given, 4).best[0].overrides == best.overrides
     short = composed(*LLAMA[:4], "global_batch=2", "model.seq=4096")
     assert not any("cp=" in text for one in search(short.config, short.given, 4).best for text in one.overrides)
