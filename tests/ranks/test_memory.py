@@ -168,7 +168,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "diloco, highest when replicas meet, two buckets": FEW | data("diloco", sync_every=2, bucket_mb=0.1),
     "moe ep": MOE | data("ddp") | {"ep": 2},
     "tp": GPT | {"tp": 2},
-    "tp sequence": GPT | {"tp": 2} | SEQUENCE,
+    "tp sequence fp8": GPT | {"tp": 2, "precision.name": "fp8"} | SEQUENCE,
     "1f1b": GPT | pipeline("1f1b"),
     "interleaved": GPT | pipeline("interleaved") | {"model.layers": 4},
     "interleaved, an embedding and a head alone": GPT | pipeline("interleaved") | {"model.layers": 2},
@@ -362,6 +362,6 @@ def test_the_predicted_peak_is_within_three_percent_of_what_was_alive(world):
 
 def test_in_shared_memory_no_more_is_alive_than_predicted():
     """A reduce-scatter reads from the other ranks' memory what it receives in a buffer over gloo."""
-    errors = peak_errors(2, "shm", ("zero1", "zero2", "fsdp", "moe ep", "tp sequence"))
+    errors = peak_errors(2, "shm", ("zero1", "zero2", "fsdp", "moe ep", "tp sequence fp8"))
     assert not {where: f"{error:+.1%}" for where, error in errors.items() if error < -BOUND}
     assert max(errors.values()) > BOUND

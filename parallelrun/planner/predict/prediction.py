@@ -168,7 +168,7 @@ def updated_bytes(plan: Plan, coordinate: dict[str, int]) -> int:
 
 def _fp8_bytes(plan: Plan, coordinate: dict[str, int]) -> int:
     """Bytes of weights in fp8, along and across, which the microbatches of a step share; FSDP's follow each gather."""
-    if not plan.precision.others or plan.data.shards_weights:
+    if not (plan.precision.others and plan.stack.fp8_copies) or plan.data.shards_weights:
         return 0
     roles = ("column_parallel", "row_parallel", "linear", "expert" if plan.stack.fp8 == "all" else "")
     return sum(

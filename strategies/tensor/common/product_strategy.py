@@ -42,6 +42,7 @@ from .activation_memory import (
     as_computed,
     attends,
     attention_bytes,
+    float8_bytes,
     follows_attention,
     head_norm_bytes,
     local_numel,
@@ -158,6 +159,7 @@ class ProductStrategy(ProductTraffic):
         scratch += max((rounded_bytes([parameter], plan) for parameter in layer.parameters), default=0)
         rows, compute = product.y.local(plan.num_rows, 1, plan.mesh.sizes)[0], BYTES[plan.precision.compute]
         reads = rows * self.local_outputs(layer, product, plan) * compute
+        scratch += float8_bytes(layer, block, (reads, gives, own), plan)
         gathered = reads * (plan.mesh.size(product.scatter_y.axis) if product.scatter_y else 1)
         arriving = waiting if layer.layer_role == "row_parallel" else waiting + reads
         first = LayerBackward(saved, arriving, gives, scratch, own, gathered)
