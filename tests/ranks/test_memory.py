@@ -201,7 +201,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "loss in chunks, fsdp bf16": GPT | CHUNKS | data("fsdp") | BF16,
     "loss in chunks, zero bubble bf16": GPT | CHUNKS | pipeline("zero_bubble") | BF16,
     "loss in chunks, 1f1b": GPT | CHUNKS | pipeline("1f1b") | {"model.layers": 1},
-    "offload bf16": LLAMA | BF16 | {"recompute": "offload", "optimizer.offload": True},
+    "offload bf16": LLAMA | BF16 | MUON | {"recompute": "offload", "optimizer.offload": True},
     "offload, zbv": GPT | pipeline("zbv") | {"model.layers": 6, "recompute": "offload"},
     "zbv": GPT | pipeline("zbv") | {"model.layers": 4},
     "dropout": GPT | {"dropout": 0.1},
