@@ -16,8 +16,7 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 @dataclass(frozen=True)
 class Precision:
     """dtype names as in torch. scaled: the loop scales the loss and skips overflowing steps (fp16). others: the
-    precision of everything else where only linear layers multiply in `name` (fp8); such plans are predicted, not
-    run."""
+    precision of everything else where only linear layers of blocks multiply in fp8 (`models.float8`)."""
 
     name: str
     stored: str
@@ -35,3 +34,4 @@ TABLE = {
     "fp16": Precision("fp16", "float32", "float16", "float32", "float32", scaled=True),
 }
 TABLE["fp8"] = replace(TABLE["bf16"], name="fp8", others="bf16")
+TABLE["fp8_fp64"] = replace(TABLE["fp64"], name="fp8_fp64", others="fp64")  # what verify compares

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parallelrun.models import documents as packed
+from parallelrun.models import float8
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.functions import activate, cast, linear, normalise, token_loss
 from parallelrun.models.local_tokens import ALL
@@ -35,11 +36,13 @@ class TensorModule(nn.Module):
 class RoleLayer(TensorModule):
     """A layer that a tensor strategy may replace, as `layer_role` says.
 
-    communicates: its forward sends something, so that computing it again is not cheap.
+    communicates: its forward sends something, so that computing it again is not cheap. float8: a linear layer
+    multiplies in 8 bits, and how (`models.float8`).
     """
 
     layer_role: ClassVar[str] = ""
     communicates: ClassVar[bool] = False
+    float8 = ""
 
     def __init__(self, compute_dtype: torch.dtype):
         super().__init__()
@@ -81,6 +84,10 @@ class ColumnLinear(RoleLayer):
 
     def forward(self, x: Tensor) -> Any:
         """x (..., in) -> one (..., out) per output, see `returned`."""
+        if self.float8:
+            return self.returned(
+                float8.multiply(x, [*map(self.weights, self.outputs)], self.compute_dtype, self.float8)
+            )
         return self.returned(tuple([linear(x, *self.weights(name), self.compute_dtype) for name in self.outputs]))
 
     def weights(self, name: str) -> tuple[Tensor, Tensor | None]:
@@ -101,13 +108,26 @@ class UnsplitLinear(RoleLayer):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.compute_dtype)
+        return self.multiplied(x, self.bias)
+
+    def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x (..., in) by the weight, plus a bias."""
+        if self.float8:
+            return float8.multiply(x, [(self.weight, bias)], self.compute_dtype, self.float8)[0]
+        return linear(x, self.weight, bias, self.compute_dtype)
 
 
 class RowLinear(UnsplitLinear):
     """A linear layer whose input a tensor strategy may split."""
 
     layer_role = "row_parallel"
+
+
+def multiply_in_float8(block: nn.Module, kind: str) -> None:
+    """Let a block's linear layers multiply in 8 bits. kind: see `models.float8`."""
+    for layer in block.modules():
+        if isinstance(layer, (ColumnLinear, UnsplitLinear)):
+            layer.float8, layer.__dict__["uncompiled"] = kind, ("forward",)
 
 
 class TokenEmbedding(RoleLayer):

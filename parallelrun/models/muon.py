@@ -24,7 +24,10 @@ EPSILON = 1e-7
 
 
 class Muon:
-    """The update of this rank's parts of matrices. state: one `momentum_buffer` for each tensor, of its shape."""
+    """The update of this rank's parts of matrices. state: one `momentum_buffer` for each tensor, of its shape.
+
+    Tensors may be on the host: only what is orthogonalised is then on the device.
+    """
 
     def __init__(self, parameters: Sequence[LocalParameter], config: OptimizerConfig, plan: Plan, mesh: Mesh):
         self.param_groups = [{"lr": config.lr}]
@@ -43,7 +46,8 @@ class Muon:
             for matrix, update in zip(matrices, hop.orthogonalised(map(self._direction, matrices))):
                 tensor, lr = self._tensors[matrix.name], self.param_groups[0]["lr"]
                 tensor.mul_(1 - lr * self._config.weight_decay)
-                tensor.add_(update, alpha=-lr * rate_factor(self._config.adjust_lr_fn, matrix.kind.shape))
+                factor = rate_factor(self._config.adjust_lr_fn, matrix.kind.shape)
+                tensor.add_(update.to(tensor.device), alpha=-lr * factor)
 
     def _direction(self, matrix: Matrix) -> Tensor:
         """Move the momentum towards the gradient; return this rank's part of Nesterov's momentum."""
@@ -82,7 +86,7 @@ class _Hop:
     def orthogonalised(self, parts: Iterable[Tensor]) -> Iterable[Tensor]:
         """The parts of the orthogonal matrices, given those of the matrices. parts: taken one at a time."""
         if self._is_last:
-            return (orthogonalise(part.to(self._dtype)) for part in parts)
+            return (orthogonalise(part.to(self._device, self._dtype)) for part in parts)
         sent = torch.empty(sum(self._sending), dtype=self._dtype, device=self._device)
         out = _views(sent, self._shapes)
         for place, part in zip(out, parts):

@@ -6,6 +6,7 @@ import torch
 
 from parallelrun.base.layout import Layout
 from parallelrun.distributed import comm
+from parallelrun.models import float8
 from parallelrun.models import layers as single_device
 from parallelrun.models.masked_layers import HashDropout
 from parallelrun.models.moe.layer import AuxiliaryLoss
@@ -26,6 +27,10 @@ def input_gradient_summed_twice() -> None:
         return once(grad, ctx)
 
     operators._start_reduce = twice
+
+
+def backward_reads_weights_that_are_not_rounded() -> None:
+    float8.sum_of_products = lambda grads, weights: sum(g.widened() @ weight for g, weight in zip(grads, weights))
 
 
 def output_averaged() -> None:

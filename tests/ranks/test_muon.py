@@ -27,7 +27,7 @@ OPTIMIZER = {key: value for key, value in MUON.items() if key.startswith(("optim
 MOE = {**MUON, "model.experts": 4, "model.expert_period": 2}
 FEW = {**MOE, "model.experts": 2, "model.ffn": 33, "dp": 4, "ep": 2}  # a copy gets nothing of an expert's odd matrix
 CELLS: dict[str, dict[str, Any]] = {
-    "zero1 x tp": {**MUON, "dp": 2, "tp": 2, **ZERO1},
+    "zero1 x tp, offloaded": {**MUON, "dp": 2, "tp": 2, **ZERO1, "optimizer.offload": True},
     "2d": {**MUON, "tp": 4, "layout": "2d"},
     "fsdp, empty shards of experts": {**FEW, **FSDP},
     "zero1, frozen": {**FROZEN, **ZERO1, "dp": 2, **OPTIMIZER, "model.arguments": Frozen({"frozen": SCATTERED})},

@@ -76,6 +76,7 @@ PLANTED: list[tuple[str, Overrides]] = [
     ("fsdp_divides", DATA_FSDP),
     ("fsdp_divides_below_the_root", DATA_FSDP),
     ("partial_norms", SEQUENCE),
+    ("backward_reads_weights_that_are_not_rounded", {**SEQUENCE, "precision.name": "fp8"}),
     ("stale_weights", {**DP, **ZERO1}),
     ("local_count", DP),
     ("same_samples_everywhere", DP),

@@ -10,6 +10,7 @@ import pytest
 
 from tests.matrix import FULL, TWO_STEPS, covering, pairs
 from tests.parity import assert_equal, parity
+from tests.plans import llama
 
 DATA = {
     "ddp": {"strategy.data.kind": "ddp"},
@@ -125,6 +126,22 @@ def test_plan_equals_one_device_in_fp32_over_gloo(dp: int, tp: int, pp: int) -> 
     """All other parity tests run in shared memory."""
     data, schedule = ("zero1" if pp == 1 else "fsdp") if dp > 1 else "ddp", "interleaved" if pp > 1 else "none"
     assert_equal(parity({**overrides_of(dp, tp, pp, data, schedule), "verify.precision": "fp32"}, backend="gloo"))
+
+
+IN_FP8 = [
+    llama(tp=2, pp=2, schedule="zero_bubble", strategy__tensor__sequence_parallel=True),
+    {"dp": 2, **DATA["fsdp"], "tp": 2, "recompute": "selective"},
+    {"dp": 2, **DATA["zero2"], "ep": 2, "model.experts": 4, "model.expert_period": 1, "model.shared_experts": 1},
+    {"cp": 2, "tp": 2, "strategy.tensor.overlap": False, "compile": True},
+]
+
+
+@pytest.mark.parametrize("overrides", IN_FP8 if FULL else IN_FP8[:1], ids=str)
+def test_products_in_fp8_equal_those_of_one_device(overrides: dict[str, Any]) -> None:
+    """The same significands, which need no scales in fp64."""
+    document = parity({"precision.name": "fp8", "model.layers": 2, **overrides})
+    assert_equal(document)
+    assert document["precision"] == "fp8_fp64" and document["tolerance"] == 1e-10
 
 
 @pytest.mark.parametrize("tp", [2, 4] if FULL else [4])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from parallelrun.base.context import WorkerContext
 from parallelrun.launch.ranks import worker
+from parallelrun.models import muon
 from tests.matrix import FULL
 from tests.plans import tiny_config, tiny_plan
 from tests.stand_in_gpu import OnGpu, stand_in_gpu
@@ -25,7 +27,15 @@ RUNS = {
     "one device, fp16": FP16 | BESIDE | {"model.layers": 1, "dropout": 0.1, "recompute": "selective"},
     "fsdp with experts": LLAMA | EXPERTS | ONE_BLOCK | BESIDE | {"dp": 2, "ep": 2, "strategy.data.kind": "fsdp"},
     "rings of gradients and keys": BF16
-    | {"dp": 2, "cp": 2, "strategy.data.kind": "ring", "model.heads": 2, "model.layers": 1, "optimizer.offload": True},
+    | {
+        "dp": 2,
+        "cp": 2,
+        "strategy.data.kind": "ring",
+        "model.heads": 2,
+        "model.layers": 1,
+        "optimizer.offload": True,
+        "optimizer.name": "muon",
+    },
     "stages": {"pp": 2, "schedule": "1f1b", "dataset.pack": True, "recompute": "offload"},
 }
 MORE_RUNS = {
@@ -43,7 +53,14 @@ def train(folder, overrides, device):
     config = tiny_config(overrides, device=device)
     rank = dist.get_rank() if dist.is_initialized() else 0
     folder.mkdir(exist_ok=True)
-    with stand_in_gpu() if device == "cuda" else nullcontext(torch.device("cpu")) as on:
+    right = muon.orthogonalise
+
+    def orthogonalise(matrix):
+        assert isinstance(matrix, OnGpu) == (device == "cuda"), "Muon's products are the device's, offloaded or not"
+        return right(matrix)
+
+    gpu = stand_in_gpu() if device == "cuda" else nullcontext(torch.device("cpu"))
+    with mock.patch.object(muon, "orthogonalise", orthogonalise), gpu as on:
         context = WorkerContext(
             rank=rank, world=tiny_plan(overrides).world, local_rank=rank, device=on, directory=folder,
             heartbeat=lambda step, phase: None, stop_requested=lambda: False, save_failed=lambda step: None,

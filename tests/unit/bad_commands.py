@@ -183,7 +183,8 @@ steps=0 => steps
 steps=1.5 => did you mean: steps=1 or steps=2
 seed=1e400 => did you mean: seed=1234
 compile=2 => did you mean: compile=true or compile=false
-precision=fp8
+model=resnet precision=fp8
+tp=4 layout=2d precision=fp8 => layout=1d
 name=../x => name
 name=a/b
 tracker=wandbb

@@ -20,8 +20,9 @@ class StackConfig:
     fused_attention: bool = key(True, "attention keeps no scores in memory")
     attention: float = key(1.0, "rate of attention, relative to cluster.attention_efficiency", above=0)
     fused_elementwise: bool = key(False, "one kernel rotates queries and keys, one multiplies by SwiGLU's gate")
-    fp8: str = key("all", "precision=fp8 is that of linear layers in blocks, of those but experts, or none",
+    fp8: str = key("dense", "precision=fp8 is that of linear layers in blocks, of those but experts, or none",
                    choices=("all", "dense", "none"))  # fmt: skip
+    fp8_copies: bool = key(False, "inputs in fp8 are kept for backward, weights in fp8 through a step")
     separate_gate: bool = key(False, "SwiGLU is two operations, both of whose results are kept for backward")
     norm_bytes: list[float] = key(
         lambda: [4.0, 8.0], "bytes read and written for each element of a norm, forward and backward"

@@ -45,9 +45,12 @@ from parallelrun.distributed.torch_private.tensors import (
     copy_all,
     grouped_product,
     has_grouped_product,
+    has_scaled_product,
     multiply,
     norms,
     num_changes,
+    reshaped,
+    scaled_product,
     silu_backward,
 )
 from parallelrun.distributed.torch_private.timing import import_profiler, in_stream, phase, timed, timed_waits

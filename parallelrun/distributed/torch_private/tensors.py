@@ -58,6 +58,28 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     return product
 
 
+def has_scaled_product(left: Tensor, right: Tensor) -> bool:
+    """Return whether the device multiplies matrices in float8 itself: NVIDIA's from Ada on, sizes that are multiples of
+    16."""
+    if not left.is_cuda or torch.version.hip or any(size % 16 for size in (*left.shape, *right.shape)):
+        return False
+    return torch.cuda.get_device_capability(left.device) >= (8, 9)
+
+
+def scaled_product(left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """Multiply matrices in float8, whose numbers stand for as many times their scales; the kernel reads both along the
+    inner dim. `functional.scaled_mm` is not in older versions of torch."""
+    rows, columns = left.contiguous(), right.t().contiguous().t()
+    product: Tensor = torch._scaled_mm(rows, columns, scale_a=scales[0], scale_b=scales[1], out_dtype=dtype)
+    return product
+
+
+def reshaped(fresh: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a result of a node's forward in another shape, no view of it for autograd: others may overwrite it."""
+    tensor: Tensor = torch.ops.aten._unsafe_view(fresh, shape)
+    return tensor
+
+
 def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     """Return the gradient of x, given that of silu(x): the kernel of torch's own backward, which has no public name."""
     gradient: Tensor = torch.ops.aten.silu_backward(grad, x)

@@ -42,7 +42,7 @@ def of_stack(block: BlockSpec, kept: int, again: int, plan: Plan) -> tuple[int, 
 def _in_fp8(block: BlockSpec, plan: Plan) -> int:
     """Bytes by which a block keeps less where linear layers keep their inputs in fp8, experts' inputs apart. That of
     the first row-parallel layer is kept twice: attention needs its result in 16 bits."""
-    if not plan.precision.others:
+    if not (plan.precision.others and plan.stack.fp8_copies):
         return 0
     inputs = {
         layer: prod(product.x.local(plan.num_rows, layer.in_features, plan.mesh.sizes))

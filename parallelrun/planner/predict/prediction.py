@@ -127,7 +127,7 @@ def memory(plan: Plan, rank: int, has_messages: bool = True) -> Memory:
     traversal = peak.ScheduleTraversal(plan, pp_rank, coordinate)
     largest = traversal.peak(has_messages)
     gradients += 0 if plan.stack.separate_sums else largest.gradients
-    host = updated_bytes(plan, coordinate) * (2 + plan.optimizer_states) * plan.offloads_optimizer
+    host = sum(updated_bytes(plan, coordinate, copies) for copies in (2, None)) if plan.offloads_optimizer else 0
     host += traversal.host_bytes() if plan.recompute == "offload" else 0
     return Memory(weights, gradients, states, largest.activations, largest.temporary, LEAVES_OUT, host=host)
 
@@ -157,10 +157,12 @@ def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     return weights, gradients, states
 
 
-def updated_bytes(plan: Plan, coordinate: dict[str, int]) -> int:
-    """Bytes of the weights that a rank updates, in the accurate dtype."""
+def updated_bytes(plan: Plan, coordinate: dict[str, int], copies: int | None = 1) -> int:
+    """Bytes of so many copies of the weights that a rank updates, in the accurate dtype. None: of the states."""
     return BYTES[plan.precision.accurate] * sum(
-        count * plan.data.state_layout(p.spec, p.layout, plan).local_numel(p.spec.shape, plan.mesh.sizes, coordinate)
+        count
+        * (num_states(p.spec, plan) if copies is None else copies)
+        * plan.data.state_layout(p.spec, p.layout, plan).local_numel(p.spec.shape, plan.mesh.sizes, coordinate)
         for p, count in distinct_parameters(plan, coordinate["pp"])
         if not p.spec.frozen
     )
@@ -168,7 +170,7 @@ def updated_bytes(plan: Plan, coordinate: dict[str, int]) -> int:
 
 def _fp8_bytes(plan: Plan, coordinate: dict[str, int]) -> int:
     """Bytes of weights in fp8, along and across, which the microbatches of a step share; FSDP's follow each gather."""
-    if not plan.precision.others or plan.data.shards_weights:
+    if not (plan.precision.others and plan.stack.fp8_copies) or plan.data.shards_weights:
         return 0
     roles = ("column_parallel", "row_parallel", "linear", "expert" if plan.stack.fp8 == "all" else "")
     return sum(

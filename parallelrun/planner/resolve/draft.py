@@ -252,9 +252,6 @@ def check_offload(request: Request, strategies: StrategyClasses) -> list[Problem
         return []
     if strategies.data.has_servers:
         return [Problem(f"{key}=true: servers have the optimizer's state", key, f"{key}=false", kind="unread")]
-    if not OPTIMIZERS[config.optimizer.name].elementwise:
-        message = f"{key}=true: optimizer={config.optimizer.name} exchanges parts of its update between devices"
-        return [Problem(message, key, f"{key}=false", kind="not_built")]
     if config.sdc.every:
         message = f"{key}=true: sdc.every compares the optimizer's state on the devices"
         return [Problem(message, "sdc.every", f"sdc.every=0 or {key}=false", kind="not_built")]

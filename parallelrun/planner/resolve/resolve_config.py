@@ -90,7 +90,7 @@ def solve(
     )
     if not sweep:
         problems += unread
-    unsplit = rules.check_images(spec, config, degrees.tp) if spec is not None else []
+    unsplit = rules.check_products(spec, config, degrees.tp) if spec is not None else []
     problems += unsplit
     if spec is None or unsplit or not degrees.sound or not known_strategies:
         if degrees.sound:
@@ -127,7 +127,7 @@ def _num_trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> int:
 
 def solve_degrees(config: Config, spec: ModelSpec, degrees: Degrees) -> Plan | list[Problem]:
     """Return the plan of these degrees, of which ep is filled in, or the violations. config: narrowed."""
-    problems = rules.check_images(spec, config, degrees.tp)
+    problems = rules.check_products(spec, config, degrees.tp)
     if problems:
         return problems
     degrees.ep = expert_axes.degree(config, config.ep, degrees, spec.experts, problems)

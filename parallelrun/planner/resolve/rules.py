@@ -110,11 +110,11 @@ def _stack(config: Config) -> list[Problem]:
 
 
 def _fp8(config: Config) -> list[Problem]:
-    """Refuse products in fp8 where nothing computes them: in all that runs, and in programs without."""
+    """Refuse products in fp8 of programs without."""
     precision = TABLE.get(config.precision.name)
-    if not precision or not precision.others or (config.verb in VERBS["plot"] and config.stack.fp8 != "none"):
+    if not precision or not precision.others or config.stack.fp8 != "none":
         return []
-    message = f"precision={precision.name} is only predicted, by plan; {config.stack.name} has no such products"
+    message = f"precision={precision.name}: {config.stack.name} has no products in 8 bits"
     return [Problem(message, "precision", f"precision={precision.others}", kind="not_built")]
 
 
@@ -169,15 +169,27 @@ def check_devices(config: Config, user_keys: frozenset[str], servers: int) -> li
     return [Problem(message, "gpus", f"world={config.world}, servers included", kind="contradiction")]
 
 
-def check_images(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
-    """Check that the tensor strategy can split an image classifier.
+def check_products(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
+    """Check that the model's products are such as the precision has, and as the tensor strategy can split.
 
     Layouts of grids are not built: convolutions are not products that SUMMA or a cube could block. A grid's rows would
-    split their samples, as dp does, and its columns compute them again.
+    split their samples, as dp does, and its columns compute them again. Nor do grids add up panels in 8 bits.
     """
+    kind, precision = config.strategy.tensor.kind, TABLE.get(config.precision.name)
+    if precision and precision.others:
+        what, fix = f"precision={precision.name}: linear layers of transformers multiply in 8 bits", precision.others
+        if not any(block.kind == "transformer" for block in spec.blocks):
+            message = f"{what}, and model={spec.name} has none"
+            return [Problem(message, "precision", f"precision={fix}", kind="undefined")]
+        if (
+            tp > 1
+            and config.stack.name == OWN
+            and not (has("strategies", f"tensor.{kind}") and tensor_strategy(kind).is_one_dimensional)
+        ):
+            message = f"{what} under layout=1d, not under layout={kind}"
+            return [Problem(message, "layout", f"layout=1d or precision={fix}", kind="not_built")]
     if spec.kind != "images" or tp == 1:
         return []
-    kind = config.strategy.tensor.kind
     if not (has("strategies", f"tensor.{kind}") and tensor_strategy(kind).splits_images):
         message = f"model={spec.name}: layout={kind} does not split channels of images, only layout=1d is built"
         return [Problem(message, "layout", "layout=1d or strategy=tp", kind="not_built")]

@@ -175,7 +175,7 @@ class Legal:
     def _of_tensor(self, group: LegalGroup) -> list[Problem]:
         """The violations of the tensor layout. One layout stands for all in an example."""
         request, strategy = self.request(group, self._config(group, group.datas[0]), self.small), group.tensor.kind
-        images = rules.check_images(self.spec, request.config, group.tp)
+        images = rules.check_products(self.spec, request.config, group.tp)
         context = self._classes(group, group.datas[0].kind).context
         problems = images or (context.check(request) if context else [])
         if not problems and tensor_strategy(strategy).is_legal(request):

@@ -120,8 +120,8 @@ def _strategy(plan: Plan) -> str:
     if plan.context:
         text += f", context {plan.context.kind}"
     detail = f" ({plan.equivalence.detail})" if plan.equivalence.detail else ""
-    only = f" products (only predicted; runs need {plan.precision.others})" if plan.precision.others else ""
-    text += f"\n{plan.precision.name}{only}, {plan.optimizer}, recompute {plan.recompute}, on {plan.device}; "
+    others = f" products, else {plan.precision.others}" if plan.precision.others else ""
+    text += f"\n{plan.precision.name}{others}, {plan.optimizer}, recompute {plan.recompute}, on {plan.device}; "
     return f"{text}against one device: {plan.equivalence.kind}{detail}"
 
 

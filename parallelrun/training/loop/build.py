@@ -19,6 +19,8 @@ from parallelrun.distributed import torch_private
 from parallelrun.distributed.mesh import Mesh, build_mesh
 from parallelrun.models import initialise, recompute
 from parallelrun.models.chunked_loss import defer_logits
+from parallelrun.models.float8 import FUSED, SPLIT
+from parallelrun.models.layers import multiply_in_float8
 from parallelrun.models.network import Network, compile_blocks
 from parallelrun.models.optimizer import OffloadedOptimizer, Optimizer
 from parallelrun.models.vision.batch_norm import give_sets
@@ -145,9 +147,12 @@ def build_model_parts(config: Config, plan: Plan, mesh: Mesh, network: Network |
     stages = plan.stages_of(mesh.coordinate.get("pp", 0))
     network = network or whole_network(config, plan)
     network.keep([name for stage in stages for name in stage.blocks])
+    if plan.precision.others:  # before layers are replaced by those of a tensor strategy, which take over what it sets
+        for name in network.block_names:
+            multiply_in_float8(network.block(name), SPLIT if plan.pipeline.splits_backward else FUSED)
     if plan.sample_sets is not None:
         give_sets(network, plan, mesh)
-    if plan.context:  # before layers are replaced by those of a tensor strategy, which takes over what it sets
+    if plan.context:
         _parallelize("context", plan.context.kind, network, plan, mesh)
     _parallelize("tensor", plan.tensor.kind, network, plan, mesh)
     if plan.expert:

@@ -16,12 +16,15 @@ from parallelrun.planner.resolve.resolve_config import resolve
 def checked_config(config: Config) -> Config:
     """Return the config that is compared: verify's precision, and SGD unless `verify.optimizer=same`.
 
-    SGD has a large learning rate, so that in fp32 too the updates are larger than the rounding of the weights.
+    Products in fp8 stay so; all else is in verify's precision. SGD has a large learning rate, so that in fp32 too the
+    updates are larger than the rounding of the weights.
     """
     optimizer = config.optimizer
     if config.verify.optimizer != "same":
         optimizer = replace(optimizer, name="sgd", lr=1.0, momentum=0.0, schedule="constant", warmup=0)
-    precision = replace(config.precision, name=config.verify.precision)
+    name = config.verify.precision
+    name = "fp8_fp64" if name == "fp64" and TABLE[config.precision.name].others else name
+    precision = replace(config.precision, name=name)
     return replace(config, optimizer=optimizer, precision=precision, resume=None)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from parallelrun.training.verify.trace import Trace
 
-BOUNDS = {"fp64": 1e-10, "fp32": 1e-5}
+BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "fp8_fp64": 1e-10}
 FLOOR = 1e-3  # of the largest magnitude of the kind: the gradient of a key bias is only rounding noise
 
 

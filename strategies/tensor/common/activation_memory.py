@@ -135,3 +135,18 @@ def scratch_behind(layer: LayerSpec, block: BlockSpec, mixed: int, plan: Plan) -
         return activation_scratch(mixed, plan)
     passing = plan.context.passing_bytes(plan, block.attention) if plan.context else 0
     return own_bytes(plan, block.attention) + passing
+
+
+def float8_bytes(layer: LayerSpec, block: BlockSpec, sizes: tuple[int, int, int], plan: Plan) -> int:
+    """Bytes that the backward of products in fp8 needs besides: the gradients of all results in 8 bits, and of one
+    product both operands as they are multiplied, widened on CPU and copied across on a GPU. The gradients of weights
+    are in the compute dtype until all are there. sizes: of the results' gradients, the input's and the weights'."""
+    if not plan.precision.others or plan.stack.fp8_copies or block.kind != "transformer" or layer.layer_role == "head":
+        return 0
+    (reads, gives, own), compute = sizes, BYTES[plan.precision.compute]
+    copied = compute if plan.device == "cpu" else 1
+    weights = [local_numel(parameter, plan) for parameter in layer.parameters if len(parameter.shape) > 1]
+    largest = reads * max(weights) // sum(weights)
+    at_once = (copied * largest + (1 + copied) * max(gives, compute * max(weights))) // compute
+    wider = own - compute * sum(weights) + max(rounded_bytes([parameter], plan) for parameter in layer.parameters)
+    return reads // compute + max(0, at_once - max(0, wider))

@@ -42,6 +42,7 @@ from .activation_memory import (
     as_computed,
     attends,
     attention_bytes,
+    float8_bytes,
     follows_attention,
     head_norm_bytes,
     local_numel,
@@ -173,6 +174,7 @@ class ProductStrategy(ProductTraffic):
             of_weights, widened = of_weights + widened, 0
         rows, compute = product.y.local(plan.num_rows, 1, plan.mesh.sizes)[0], BYTES[plan.precision.compute]
         reads = rows * self.local_outputs(layer, product, plan) * compute
+        scratch += float8_bytes(layer, block, (reads, gives, own), plan)
         parts = plan.mesh.size(product.scatter_y.axis) if product.scatter_y else 1
         gathered = reads * (parts + (parts > 1 and any(len(p.shape) == 1 for p in layer.parameters)))  # a bias: its own
         arriving = waiting if layer.layer_role == "row_parallel" else waiting + reads

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from parallelrun.models import layers as single_device
 from parallelrun.models.autograd import apply
-from parallelrun.models.functions import cast, linear
+from parallelrun.models.functions import cast
 from parallelrun.models.masked_layers import AttentionProduct, HashDropout
 from parallelrun.models.vision.convolution import ColumnConvolution, RowConvolution
 
@@ -33,16 +33,15 @@ class ColumnParallelLinear(TensorParallelLayer, single_device.ColumnLinear):
     """Local rows of every output's weight. Only under sequence parallelism does forward communicate."""
 
     def forward(self, x: Tensor) -> Any:
-        return self.returned(
-            column_parallel_linear(cast(x, self.compute_dtype), [*map(self.weights, self.outputs)], self.tp)
-        )
+        pairs = [*map(self.weights, self.outputs)]
+        return self.returned(column_parallel_linear(cast(x, self.compute_dtype), pairs, self.tp, self.float8))
 
 
 class RowParallelLinear(TensorParallelLayer, single_device.RowLinear):
     """Local columns of the weight; the partial products are summed, and the bias is added once, after."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = reduce_or_scatter(linear(x, self.weight, None, self.compute_dtype), self.tp)
+        out = reduce_or_scatter(self.multiplied(x, None), self.tp)
         return out if self.bias is None else out + cast(self.bias, self.compute_dtype)
 
 

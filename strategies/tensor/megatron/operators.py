@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group
+from parallelrun.models import float8
 from parallelrun.models.autograd import apply, apply_to_all
 from parallelrun.models.functions import cast, cast_all, linear
 
@@ -89,32 +90,39 @@ class _OverlappedColumnLinear(torch.autograd.Function):
     backward gathers it again while it computes the input gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sequence_parallel: bool, *weights: Any) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any, x: Tensor, group: Group, sequence_parallel: bool, in_float8: bool, *weights: Any
+    ) -> tuple[Any, ...]:
         """`weights`: weight and bias (or None) of each output in turn, as stored; they are rounded to x's dtype."""
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.group, ctx.sequence_parallel, ctx.in_float8 = group, sequence_parallel, in_float8
         ctx.has_bias = [bias is not None for bias in weights[1::2]]
         ctx.save_for_backward(x, *weights[::2])
         gathered = comm.all_gather(x, group, PURPOSE, SEQUENCE_DIM) if sequence_parallel else x
+        if in_float8:
+            return float8.results(gathered, weights)
         rounded = cast_all(weights, x.dtype)
         return tuple([functional.linear(gathered, weight, bias) for weight, bias in zip(rounded[::2], rounded[1::2])])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        wants_weights = any(ctx.needs_input_grad[3::2])
+        wants_weights = any(ctx.needs_input_grad[4::2])
         gathering = _start_gather(x, ctx.group) if ctx.sequence_parallel and wants_weights else None
         flat = [grad.flatten(0, -2) for grad in grads]
+        operands: list[Any] = [*map(float8.quantise_gradient, flat)] if ctx.in_float8 else flat
         reducing = None
         if ctx.needs_input_grad[0]:
             shape = (*grads[0].shape[:-1], x.size(-1))
-            reducing = _start_reduce(sum_of_products(flat, cast_all(weights, x.dtype)).view(shape), ctx)
+            total = (float8.sum_of_products if ctx.in_float8 else sum_of_products)(operands, cast_all(weights, x.dtype))
+            reducing = _start_reduce(total.view(shape), ctx)
         gathered = gathering() if gathering else x
-        rows = gathered.flatten(0, -2)
+        rows: Any = gathered.flatten(0, -2)
+        rows = float8.quantise(rows) if ctx.in_float8 else rows
         out: list[Tensor | None] = []
         for number, grad in enumerate(flat):
-            wanted = ctx.needs_input_grad[3 + 2 * number]
-            out += grad.t() @ rows if wanted else None, grad.sum(0) if ctx.has_bias[number] else None
-        return reducing() if reducing else None, None, None, *cast_all(out, weights[0].dtype)
+            wanted = ctx.needs_input_grad[4 + 2 * number]
+            out += operands[number].t() @ rows if wanted else None, grad.sum(0) if ctx.has_bias[number] else None
+        return reducing() if reducing else None, None, None, None, *cast_all(out, weights[0].dtype)
 
 
 class OverlappedColumnConvolution(torch.autograd.Function):
@@ -168,13 +176,17 @@ def reduce_or_scatter(x: Tensor, tp: TPContext) -> Tensor:
     return apply(_SplitSequence, x, tp.group, False) if tp.sequence_parallel else apply(_ReduceFromTP, x, tp.group)
 
 
-def column_parallel_linear(x: Tensor, weights: list[tuple[Tensor, Tensor | None]], tp: TPContext) -> tuple[Tensor, ...]:
+def column_parallel_linear(
+    x: Tensor, weights: list[tuple[Tensor, Tensor | None]], tp: TPContext, in_float8: str = ""
+) -> tuple[Tensor, ...]:
     """Multiply f(x) by each local weight (rows of dim 0) and add its local bias: one output per (weight, bias).
 
-    x is in the compute dtype: (batch, seq, in), its slice under sequence parallelism.
+    x is in the compute dtype: (batch, seq, in), its slice under sequence parallelism. in_float8: see `models.float8`.
     """
     if tp.overlap:
         flat = [part for pair in weights for part in pair]
-        return apply_to_all(_OverlappedColumnLinear, x, tp.group, tp.sequence_parallel, *flat)
+        return apply_to_all(_OverlappedColumnLinear, x, tp.group, tp.sequence_parallel, bool(in_float8), *flat)
     gathered = copy_or_gather(x, tp)
+    if in_float8:
+        return float8.multiply(gathered, weights, x.dtype, in_float8)
     return tuple([linear(gathered, weight, bias, x.dtype) for weight, bias in weights])

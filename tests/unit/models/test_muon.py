@@ -11,7 +11,7 @@ from parallelrun.base.errors import ConfigError
 from parallelrun.distributed import torch_private
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.models import muon
-from parallelrun.models.optimizer import Optimizer
+from parallelrun.models.optimizer import OffloadedOptimizer, Optimizer
 from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.optimizers import muon_matrices, num_states
 from parallelrun.planner.contract.parameters import LocalParameter, held_parameters
@@ -37,8 +37,8 @@ def parameters_of(plan: Plan, seed: int) -> list[LocalParameter]:
     ]
 
 
-@pytest.mark.parametrize("factor", ["match_rms_adamw", "original"])
-def test_updates_are_those_of_torch_bit_for_bit(factor):
+@pytest.mark.parametrize(("factor", "kind"), [("match_rms_adamw", Optimizer), ("original", OffloadedOptimizer)])
+def test_updates_are_those_of_torch_bit_for_bit(factor, kind):
     """In bf16, in which torch.optim.Muon always multiplies: tall, wide and square matrices. The others are AdamW's."""
     overrides = {**MUON, **llama(), "precision.name": "bf16", "optimizer.adjust_lr_fn": factor, "optimizer.eps": 1e-4}
     plan, config = tiny_plan(overrides), tiny_config(overrides).optimizer
@@ -54,7 +54,7 @@ def test_updates_are_those_of_torch_bit_for_bit(factor):
         ),
         torch_private.uncompiled(torch.optim.AdamW)(others, lr=0.05, betas=(0.9, 0.95), eps=1e-4, fused=True),
     )
-    optimizer = Optimizer(config, ours, plan, Mesh(plan.mesh, 0, torch.device("cpu")))
+    optimizer = kind(config, ours, plan, Mesh(plan.mesh, 0, torch.device("cpu")))
     for step in range(3):
         for a, b, gradient in zip(ours, theirs, parameters_of(plan, step + 1)):
             a.tensor.grad, b.tensor.grad = gradient.tensor, gradient.tensor

@@ -20,7 +20,7 @@ from parallelrun.planner.pieces import sample_sets
 from parallelrun.planner.pieces.hosts import stays_in_node
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.predict.step_time import experts, host, other_blocks, streaming
-from parallelrun.planner.predict.step_time.kernels import FP8_CAST, attention_s, product_s, streaming_s
+from parallelrun.planner.predict.step_time.kernels import FP8_CAST, FP8_CASTS, attention_s, product_s, streaming_s
 from parallelrun.planner.predict.step_time.links import collective_s
 from parallelrun.planner.predict.step_time.offload import OFFLOAD, inputs_s
 from parallelrun.planner.predict.step_time.overlap import SLOWED, exposed_s, tensor_s
@@ -271,16 +271,22 @@ def _add_streaming(
     weights = streaming.of_weights(dense + held, plan, rates)
     casts = (0.0, 0.0)
     if rates.fp8 and block.kind == "transformer":
-        casts = _casts_s(block, plan, rates)
+        casts = _casts_s(block, shapes, plan, rates)
     if plan.expert:  # the gradients of a chunk's weights are added to those of others
         sums = 3 * BYTES[plan.precision.compute] * held * (plan.expert.chunks - 1)
         rows = rows[0], rows[1] + streaming_s(sums, 0, rates)
     forward[MEMORY_BOUND], backward[MEMORY_BOUND] = (sum(seconds) for seconds in zip(both, weights, rows, casts))
 
 
-def _casts_s(block: BlockSpec, plan: Plan, rates: Rates) -> tuple[float, float]:
+def _casts_s(block: BlockSpec, shapes: Sequence[Shape], plan: Plan, rates: Rates) -> tuple[float, float]:
     """Seconds (forward, backward) in which operands are rounded to fp8: inputs, and gradients of results, before they
-    are gathered. Weights, once a step, are left out; those that FSDP gathers are counted by `copies_s`."""
+    are gathered. Weights, once a step, are left out; those that FSDP gathers are counted by `copies_s`. Without copies
+    in fp8, all operands of each product, as they are multiplied."""
+    if not plan.stack.fp8_copies:
+        operands = sum((rows + columns) * inner for rows, inner, columns in shapes)
+        products = operands, operands + sum(rows * columns for rows, _, columns in shapes)
+        forward, backward = (streaming_s(each * size, 6, rates) for each, size in zip(FP8_CASTS, products))
+        return forward, backward
     inputs = results = 0
     for layer, product in _dense_layers(block, plan):
         inputs += prod(product.x.local(plan.num_rows, layer.in_features, plan.mesh.sizes))

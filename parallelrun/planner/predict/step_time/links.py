@@ -104,5 +104,6 @@ def copies_s(row: Collective, plan: Plan, rates: Rates) -> float:
     ):
         return 0.0
     read = 1.0 if row.operation == "all_gather" else BYTES[plan.precision.compute] / BYTES[plan.precision.reduce]
-    casts = FP8_CAST / BYTES[plan.precision.compute] if rates.fp8 and row.operation == "all_gather" else 0.0
+    rounds = rates.fp8 and plan.stack.fp8_copies and row.operation == "all_gather"
+    casts = FP8_CAST / BYTES[plan.precision.compute] if rounds else 0.0
     return row.payload_bytes * (1 + read + casts) / rates.memory_bytes_s

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from parallelrun.base.precision import BYTES
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.model_spec import BlockSpec
+from parallelrun.planner.pieces.orthogonalising import exchanges, product_dtype
 from parallelrun.planner.predict import prediction
 from parallelrun.planner.predict.step_time.rates import Rates
 
@@ -24,10 +26,14 @@ def inputs_s(block: BlockSpec, computed: float, plan: Plan, rates: Rates) -> flo
 
 def update_s(plan: Plan, rates: Rates) -> float:
     """Return the seconds of an update on the host: weights and gradients go there, weights come back; in between,
-    the host reads and writes weights and states, and reads gradients."""
-    size = prediction.updated_bytes(plan, plan.mesh.coordinate(0))
+    the host reads and writes weights and states, and reads gradients. Matrices to be orthogonalised go to the device
+    and back."""
+    coordinate = plan.mesh.coordinate(0)
+    size, states = (prediction.updated_bytes(plan, coordinate, copies) for copies in (1, None))
+    sizes = (exchange.sizes(plan, coordinate)[0] for exchange in exchanges(plan, coordinate["pp"]))
+    matrices = 2 * BYTES[product_dtype(plan)] * sum(sizes)
     link, memory = rates.host_bytes_s, rates.host_memory_bytes_s
     if rates.synchronous:
         link, memory = rates.memory_bytes_s / 2, rates.memory_bytes_s
     assert link and memory, "see `rates.not_given`"
-    return size * (3 / link + (3 + 2 * plan.optimizer_states) / memory)
+    return (3 * size + matrices) / link + (3 * size + 2 * states) / memory

@@ -94,9 +94,9 @@ class StepModel:
         muon = once(self._cache, ("muon", of_weights(plan)), lambda: orthogonalising_s(plan, self._cluster, rates))
         if muon is None:
             return None
-        parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates) + muon
-        if plan.offloads_optimizer:
-            parts[OPTIMIZER] = update_s(plan, rates)
+        on_device = not plan.offloads_optimizer
+        parts[OPTIMIZER] = streaming_s(2 * states + 3 * weights, 20, rates) if on_device else update_s(plan, rates)
+        parts[OPTIMIZER] += muon
         parts[FIXED] = rates.step_s + host.of_microbatches_s(plan, rates)
         if plan.servers:
             exchanged = servers.exchange(plan, self._cluster, rates, makespan)

@@ -117,6 +117,10 @@ def test_the_default_of_a_format_is_stated_where_ours_differs(tmp_path, text):
         ("distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: a.json",
          {"world": 2}, set()),
         ("distributed_type: FSDP\ndeepspeed_config:\n  zero_stage: 3", {}, {"deepspeed_config.zero_stage"}),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  offload_optimizer_device: cpu",
+         {"optimizer.offload": True}, set()),
+        ('{"train_batch_size": 8, "zero_optimization": {"offload_optimizer": {"device": "nvme"}}}', {},
+         {"zero_optimization.offload_optimizer.device"}),
         ("distributed_type: XLA\nnum_processes: 2", {"world": 2}, {"distributed_type"}),
         ("distributed_type: FSDP\nparallelism_config:\n  parallelism_config_cp_size: 2\n"
          "  parallelism_config_sp_size: 2\n  parallelism_config_dp_replicate_size: 2\n"

@@ -57,18 +57,21 @@ def test_per_operation_recomputation_keeps_the_results_of_every_second_product()
 @pytest.mark.parametrize(("words", "copies"), [(("strategy=zero1",), 2), (("strategy=fsdp",), 0)])
 def test_weights_in_fp8_are_copies_and_inputs_in_fp8_are_smaller(words, copies):
     """Inputs of queries and MLP, and of the down projection; attention's result is kept in 16 bits, too."""
-    plans = [planned(*LLAMA[:1], *LLAMA[2:], *words, f"precision={name}") for name in ("bf16", "fp8")]
+    words = (*LLAMA[:1], *LLAMA[2:], *words, "stack.fp8_copies=true")
+    plans = [planned(*words, f"precision={name}") for name in ("bf16", "fp8")]
     linear = plans[0].spec.num_parameters - 2 * 128256 * HIDDEN - (2 * 32 + 1) * HIDDEN
     before, after = (prediction.memories(plan)[0].weights for plan in plans)
     assert after - before == copies * linear
     for recompute, less in (("none", 1), ("selective", 0), ("full", 0)):
-        both = [block(f"precision={name}", f"recompute={recompute}") for name in ("bf16", "fp8")]
+        copied = f"recompute={recompute}", "stack.fp8_copies=true"
+        both = [block(f"precision={name}", *copied) for name in ("bf16", "fp8")]
         assert both[0].kept - both[1].kept == less * ROWS * (HIDDEN + FFN)
     assert both[0].again - both[1].again == ROWS * (HIDDEN + FFN)
 
 
 def test_experts_have_copies_in_fp8_where_their_products_are_in_it():
-    words = ("model=mixtral_8x7b", "dp=8", "ep=8", "strategy=dropless", "global_batch=8", "device=cuda")
+    words = ("model=mixtral_8x7b", "dp=8", "ep=8", "strategy=dropless", "global_batch=8", "device=cuda",
+             "stack.fp8_copies=true")  # fmt: skip
     plans = [planned(*words, f"precision={name}", "stack.fp8=all") for name in ("bf16", "fp8")]
     experts, added = 32 * 3 * HIDDEN * FFN, [prediction.memories(plan)[0].weights for plan in plans]
     dense = planned(*words, "precision=fp8", "stack.fp8=dense")

@@ -24,13 +24,19 @@ def test_no_run_is_another_programs(verb, words):
     assert problem.where == "stack" and problem.suggestion == "stack=parallelrun"
 
 
-@pytest.mark.parametrize(("verb", "stack"), [("run", "parallelrun"), ("verify", "parallelrun"), ("plan", "nanotron")])
-def test_products_in_fp8_are_predicted_for_programs_that_have_them_alone(verb, stack):
-    config = replace(composed("model=gpt", "dp=2", "precision=fp8", f"stack={stack}").config, verb=verb)
+@pytest.mark.parametrize(
+    ("words", "where", "kind"),
+    [
+        (("model=gpt", "dp=2", "stack=nanotron"), "precision", "not_built"),
+        (("model=resnet", "dp=2"), "precision", "undefined"),
+        (("model=gpt", "tp=4", "layout=2d"), "layout", "not_built"),
+    ],
+)
+def test_products_in_fp8_need_a_program_a_model_and_a_layout_that_have_them(words, where, kind):
     with pytest.raises(ConfigError) as raised:
-        resolve(config)
+        resolve(replace(composed(*words, "precision=fp8").config, verb="plan"))
     (problem,) = raised.value.problems
-    assert problem.where == "precision" and problem.suggestion == "precision=bf16"
+    assert problem.where == where and problem.kind == kind and "precision=bf16" in problem.suggestion
 
 
 @pytest.mark.parametrize("verb", ["plan", "explain"])

@@ -60,8 +60,8 @@ def test_products_are_grouped_and_wait_for_the_rank_with_most_rows():
     alone = product_s(8192, 4096, 14336, 2, RATES), product_s(8192, 14336, 4096, 2, RATES)
     assert forward == pytest.approx((2 * alone[0] + alone[1]) / 0.85) and 1.9 * forward < backward < 2.2 * forward
     faster = replace(RATES, fp8=replace(RATES, peak_flops=2 * RATES.peak_flops))
-    assert experts.products_s(found, plan, faster)[0] == pytest.approx(forward / 2, rel=0.02)
-    assert experts.products_s(found, with_stack(plan, fp8="dense"), faster) == (forward, backward)
+    assert experts.products_s(found, with_stack(plan, fp8="all"), faster)[0] == pytest.approx(forward / 2, rel=0.02)
+    assert experts.products_s(found, plan, faster) == (forward, backward)
     uneven = experts.products_s(found, with_stack(plan, expert_imbalance=1.5), RATES)
     assert uneven[0] == pytest.approx(1.5 * forward, rel=0.05)
     held = with_stack(planned(*MIXTRAL, "dp=8", "ep=1"), expert_imbalance=1.5)

@@ -84,7 +84,9 @@ def test_fsdp_copies_weights_out_of_and_gradients_into_buffers_that_hide_nothing
         times = row.payload_bytes / weights / (2 if operation == "all_gather" else 4)  # microbatches, passes
         assert copies_s(row, plan, rates) == pytest.approx(times * num_bytes * weights, rel=0.01)
         assert not copies_s(row, with_stack(plan, copied_buffers=False), rates)
-        in_fp8 = copies_s(row, plan, replace(rates, fp8=rates)) - copies_s(row, plan, rates)
+        fp8, copied = replace(rates, fp8=rates), with_stack(plan, fp8_copies=True)
+        assert copies_s(row, plan, fp8) == copies_s(row, plan, rates)
+        in_fp8 = copies_s(row, copied, fp8) - copies_s(row, copied, rates)
         assert in_fp8 == pytest.approx(3 * row.payload_bytes * (operation == "all_gather"))
         assert sharing_s(row, plan, rates) == pytest.approx((0.15 + 2) * row.payload_bytes * 7 / 8)
     exposed = [predicted(*words, copied_buffers=value).parts[spread.DATA] for value in (True, False)]
@@ -108,6 +110,8 @@ def test_per_operation_recomputation_repeats_every_second_product_and_all_that_i
 
 def test_linear_layers_of_blocks_multiply_in_fp8_and_round_their_operands():
     words = ("model=llama3_8b", "dp=8", "cluster=h100_dgx", "global_batch=64", "micro_batch=1", "device=cuda")
+    own = planned(*words, "precision=fp8")
+    words = (*words, "stack.fp8_copies=true")
     plans = {name: planned(*words, f"precision={name}") for name in ("bf16", "fp8")}
     times = {name: step.StepModel(H100) for name in plans}
     block, head = ({n: times[n].block_time(plans[n], plans[n].spec.blocks[i]) for n in plans} for i in (1, -1))
@@ -117,6 +121,12 @@ def test_linear_layers_of_blocks_multiply_in_fp8_and_round_their_operands():
         assert bf16[blocks.PRODUCTS] / fp8[blocks.PRODUCTS] == pytest.approx(1979 / 989 * 0.88, rel=0.02)
         cast = 8192 * columns * 6 / (3350e9 * H100.memory_efficiency)
         assert fp8[blocks.MEMORY_BOUND] - bf16[blocks.MEMORY_BOUND] == pytest.approx(cast, rel=0.02)
+    operands = sum((8192 + n) * k for k, n in ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)))
+    added = step.StepModel(H100).block_time(own, own.spec.blocks[1]).forward[blocks.MEMORY_BOUND]
+    added -= block["bf16"].forward[blocks.MEMORY_BOUND]
+    assert added == pytest.approx(
+        9 * operands / (3350e9 * H100.memory_efficiency), rel=0.02
+    )  # rounded as they are read
     sharded = times["fp8"].block_time(planned(*words, "precision=fp8", "strategy=fsdp"), plans["fp8"].spec.blocks[1])
     assert sharded.forward[blocks.MEMORY_BOUND] < block["fp8"].forward[blocks.MEMORY_BOUND], "a search's lower bound"
     found = [step.step_time(plan, H100) for plan in plans.values()]
