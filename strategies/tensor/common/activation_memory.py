@@ -29,6 +29,19 @@ def rounded_bytes(parameters: Iterable[ParameterSpec], plan: Plan) -> int:
     return compute * sum(local_numel(spec, plan) for spec in parameters if element_bytes(spec, plan) != compute)
 
 
+def adds_to_head(layer: LayerSpec, plan: Plan) -> bool:
+    """Whether autograd adds the gradients of a layer's weights to those that the head left for the same weights: in a
+    third tensor."""
+    return len(plan.stages) == 1 and any(parameter.name in plan.spec.readers for parameter in layer.parameters)
+
+
+def weight_gradients(layer: LayerSpec, plan: Plan) -> int:
+    """Bytes of the gradients of a layer's weights, as backward leaves them. A tied head has the embedding's."""
+    weights = (*layer.parameters, *((plan.spec.parameters[layer.tied],) if layer.tied else ()))
+    ep = plan.mesh.size("ep") if layer.layer_role == "expert" else 1
+    return sum(local_numel(weight, plan) // ep * element_bytes(weight, plan) for weight in weights if not weight.frozen)
+
+
 def as_computed(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
     """The layers of a block in the order in which they run: shared experts before the others."""
     routed = tuple(layer for layer in layers if layer.layer_role in ("expert", "expert_output"))

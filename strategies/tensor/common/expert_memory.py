@@ -109,7 +109,12 @@ def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> t
         ),
         LayerBackward(between - result, waiting + inside, opened, activation_scratch(inside, plan)),
         LayerBackward(
-            result, waiting + rows_bytes, inside + again, 0, closing * stored, rows_bytes,
+            result,
+            waiting + rows_bytes,
+            inside + again,
+            0,
+            closing * stored,
+            rows_bytes,
             widened=max(0, closing * rounded - again),
         ),
         LayerBackward(rows_bytes + own * compute, waiting, rows_bytes, rows_bytes),

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from parallelrun.base.precision import BYTES
-from parallelrun.planner.contract.parameters import block_dtypes, element_bytes
+from parallelrun.planner.contract.parameters import block_dtypes
 from parallelrun.planner.contract.plan import Plan, once
 from parallelrun.planner.contract.tensor_strategy import LayerBackward
 from parallelrun.planner.model.model_spec import GATED, MEASURED, BlockSpec, LayerSpec
@@ -39,17 +39,18 @@ from .activation_memory import (
     MASK,
     activates_again,
     activation_bytes,
+    adds_to_head,
     as_computed,
     attends,
     attention_bytes,
     float8_bytes,
     follows_attention,
     head_norm_bytes,
-    local_numel,
     norm_bytes,
     recomputes_norms,
     rounded_bytes,
     scratch_behind,
+    weight_gradients,
 )
 from .traffic import AXIS, ProductTraffic, overlaps
 
@@ -119,7 +120,7 @@ class ProductStrategy(ProductTraffic):
     def _layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         if block.backward is not None:
             layers = {layer.name: layer for layer in block.layers}
-            weights = {name: _weight_gradients(x, plan) for name, x in layers.items()}
+            weights = {name: weight_gradients(x, plan) for name, x in layers.items()}
             return tuple(
                 step_memory.step_backward(step, layers.get(step.layer), weights.get(step.layer, 0), plan)
                 for step in block.backward.steps
@@ -131,7 +132,7 @@ class ProductStrategy(ProductTraffic):
             in_order, head = in_order[:-1], in_order[-1]
             product = self.product_of(head, plan)
             assert product is not None, "the last layer gives the logits"
-            sizes = _weight_gradients(head, plan), sum(self.moved_bytes(head, product, plan))
+            sizes = weight_gradients(head, plan), sum(self.moved_bytes(head, product, plan))
             of_loss = loss_memory.chunked_backwards(head, product, *sizes, plan)
         backwards = [backward for layer in in_order for backward in self._layer_backward(layer, block, plan)]
         return (*backwards, *of_loss)
@@ -154,18 +155,18 @@ class ProductStrategy(ProductTraffic):
         if layer.layer_role == "expert":
             return expert_memory.backwards(layer, block, waiting, plan)
         if layer.is_adapter:
-            weights = _weight_gradients(layer, plan)
+            weights = weight_gradients(layer, plan)
             return (module_memory.factor_backward(layer, waiting, weights, plan),)
         if product is None or layer.layer_role not in MULTIPLY:
             norm = 0
             if layer.layer_role == "norm":
                 norm = between = _bytes(self.activation_layout(layer, plan), layer.in_features, plan)
-            own = _weight_gradients(layer, plan)
-            scratch = own if _adds_to_head(layer, plan) else 0
+            own = weight_gradients(layer, plan)
+            scratch = own if adds_to_head(layer, plan) else 0
             if product is not None and product.lookup:
                 scratch = max(scratch, sum(self.moved_bytes(layer, product, plan)))
             return (LayerBackward(saved, waiting + between, norm, scratch, own, norm),)
-        gives, own = _bytes(product.x, layer.in_features, plan), _weight_gradients(layer, plan)
+        gives, own = _bytes(product.x, layer.in_features, plan), weight_gradients(layer, plan)
         scratch, of_weights = self.moved_bytes(layer, product, plan)
         again = gives if self._recomputes_input(layer, product, block, plan) else 0
         scratch += again + (layer.input_gradients - 1) * gives
@@ -178,9 +179,7 @@ class ProductStrategy(ProductTraffic):
         parts = plan.mesh.size(product.scatter_y.axis) if product.scatter_y else 1
         gathered = reads * (parts + (parts > 1 and any(len(p.shape) == 1 for p in layer.parameters)))  # a bias: its own
         arriving = waiting if layer.layer_role == "row_parallel" else waiting + reads
-        first = LayerBackward(
-            saved, arriving, gives, scratch, own, gathered, 0, of_weights, max(0, widened - again)
-        )
+        first = LayerBackward(saved, arriving, gives, scratch, own, gathered, 0, of_weights, max(0, widened - again))
         if layer.layer_role != "column_parallel":
             return (first,)
         of_product = latent_memory.product_gradients(layer, block, plan)
@@ -296,16 +295,3 @@ def _read_behind(layer: LayerSpec, product: Product, outputs: int, plan: Plan) -
         heads = product.y.local(plan.num_rows, plan.spec.qk_features, plan.mesh.sizes)
         return prod(heads) * BYTES[plan.precision.compute]
     return outputs // 2 if plan.spec.activation in GATED and len(layer.parameters) > 1 else outputs
-
-
-def _adds_to_head(layer: LayerSpec, plan: Plan) -> bool:
-    """Whether autograd adds the gradients of a layer's weights to those that the head left for the same weights: in a
-    third tensor."""
-    return len(plan.stages) == 1 and any(parameter.name in plan.spec.readers for parameter in layer.parameters)
-
-
-def _weight_gradients(layer: LayerSpec, plan: Plan) -> int:
-    """Bytes of the gradients of a layer's weights, as backward leaves them. A tied head has the embedding's."""
-    weights = (*layer.parameters, *((plan.spec.parameters[layer.tied],) if layer.tied else ()))
-    ep = plan.mesh.size("ep") if layer.layer_role == "expert" else 1
-    return sum(local_numel(weight, plan) // ep * element_bytes(weight, plan) for weight in weights if not weight.frozen)

@@ -157,11 +157,16 @@ def transfers(
 
 @lru_cache(maxsize=256)
 def _transfers(
-    product: Product, shape: tuple[int, int, int], degrees: tuple[tuple[str, int], ...], flags: tuple[bool, bool, bool, bool]
+    product: Product,
+    shape: tuple[int, int, int],
+    degrees: tuple[tuple[str, int], ...],
+    flags: tuple[bool, bool, bool, bool],
 ) -> tuple[Transfer, ...]:
     sizes = dict(degrees)
     *needed, within_rank = flags
-    moves = _panels(product, *shape, sizes, *needed[1:]) if product.panels else _gathers(product, *shape, sizes, *needed)
+    moves = (
+        _panels(product, *shape, sizes, *needed[1:]) if product.panels else _gathers(product, *shape, sizes, *needed)
+    )
     return tuple(transfer for transfer in moves if within_rank or sizes.get(transfer.axis, 1) > 1)
 
 
