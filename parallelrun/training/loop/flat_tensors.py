@@ -48,15 +48,16 @@ def sum_buckets(buckets: Sequence[Sequence[Tensor]], group: Group, purpose: str,
     Each bucket is sent as one flat tensor. Two are pending at a time: no other memory is needed.
     """
     pending: list[tuple[Tensor, Sequence[Tensor], comm.Waitable]] = []
+
+    def finish(flat: Tensor, tensors: Sequence[Tensor], work: comm.Waitable) -> None:
+        with comm.label(group.axis, purpose):  # by which the time of a wait is counted
+            work.wait()
+        unflatten(flat if divisor == 1 else flat.div_(divisor), tensors)
+
     for tensors in buckets if group.size > 1 else ():
         flat = flatten(tensors)
         pending.append((flat, tensors, comm.all_reduce(flat, group, purpose, async_op=True)))
         if len(pending) == 2:
-            _finish(*pending.pop(0), divisor)
+            finish(*pending.pop(0))
     for exchange in pending:
-        _finish(*exchange, divisor)
-
-
-def _finish(flat: Tensor, tensors: Sequence[Tensor], work: comm.Waitable, divisor: int) -> None:
-    work.wait()
-    unflatten(flat if divisor == 1 else flat.div_(divisor), tensors)
+        finish(*exchange)
