@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from parallelrun.models.autograd import apply
 from parallelrun.models.functions import cast
+from parallelrun.models.fused_norms import SoftCap
 from parallelrun.models.layers import TensorModule, VocabHead
 
 
@@ -58,12 +59,13 @@ class _Attach(torch.autograd.Function):
 
 
 class ChunkedLoss(TensorModule):
-    """`loss` of the logits of `head`, in `chunks` of about equally many tokens. It reads the head's input, which a head
-    that `defers` returns. The head is no submodule of it, so that its parameters keep their names."""
+    """`loss` of the logits of `head`, under a soft cap if there is one, in `chunks` of about equally many tokens. It
+    reads the head's input, which a head that `defers` returns. The head is no submodule of it, so that its parameters
+    keep their names."""
 
-    def __init__(self, loss: nn.Module, head: VocabHead, chunks: int):
+    def __init__(self, loss: nn.Module, head: VocabHead, chunks: int, softcap: float | None = None):
         super().__init__()
-        self.loss, self.chunks = loss, chunks
+        self.loss, self.chunks, self.softcap = loss, chunks, softcap
         self._head = (head,)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -74,13 +76,13 @@ class ChunkedLoss(TensorModule):
             weight, bias = cast(head.weight, rows.dtype), None if head.bias is None else cast(head.bias, rows.dtype)
         chunks = list(zip(rows.detach().tensor_split(self.chunks), targets.flatten().tensor_split(self.chunks)))
         if not torch.is_grad_enabled():
-            return torch.stack([self.loss(functional.linear(part, weight, bias), own) for part, own in chunks]).sum()
+            return torch.stack([self._loss(functional.linear(part, weight, bias), own) for part, own in chunks]).sum()
         parameters = [p if p is not None and p.requires_grad else None for p in (head.weight, head.bias)]
         sums = tuple(None if p is None else torch.zeros_like(p) for p in parameters)
         of_rows, losses = torch.empty_like(rows), []
         for (part, own), out in zip(chunks, of_rows.tensor_split(self.chunks)):
             part.requires_grad_()
-            loss = self.loss(apply(_Logits, part, weight, bias, sums), own)
+            loss = self._loss(apply(_Logits, part, weight, bias, sums), own)
             losses.append(loss.detach())
             out.copy_(torch.autograd.grad(loss, part)[0])
         result = total = torch.stack(losses).sum()
@@ -89,6 +91,12 @@ class ChunkedLoss(TensorModule):
                 result = result + apply(_Attach, tensor, gradient, total)
         return result
 
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self.softcap is not None:
+            logits = apply(SoftCap, logits, self.softcap)
+        loss: Tensor = self.loss(logits, targets)
+        return loss
+
 
 def defer_logits(network: Any, chunks: int) -> None:
     """Let the loss of `network` compute the logits too, in chunks. After a tensor strategy has replaced both."""
@@ -96,4 +104,4 @@ def defer_logits(network: Any, chunks: int) -> None:
     if chunks > 1 and heads:
         (head,) = heads
         head.defers = True
-        network.loss = ChunkedLoss(network.loss, head, chunks)
+        network.loss = ChunkedLoss(network.loss, head, chunks, network.spec.logit_softcap)

@@ -21,6 +21,7 @@ from torch import Tensor
 from parallelrun.distributed import torch_private
 from parallelrun.models import functions
 from parallelrun.models.autograd import apply
+from parallelrun.planner.model.definitions import IGNORED
 
 
 class DocumentBounds:
@@ -94,6 +95,17 @@ def _opened(documents: DocumentBounds) -> Iterator[None]:
 def scope(documents: DocumentBounds | None) -> AbstractContextManager[None]:
     """While open, attention stays inside these documents and positions restart in each. None: samples are no packs."""
     return nullcontext() if documents is None else _opened(documents)
+
+
+def tokens_ahead(samples: Tensor, documents: DocumentBounds | None, depth: int) -> Tensor:
+    """What multi-token prediction reads of samples (n, 2, seq), inputs and targets, 1, ..., depth tokens further ahead:
+    (n, 2, depth, seq). Its targets end with the sample or document; inputs repeat the last one where there is none."""
+    places = torch.arange(samples.size(-1))
+    own = places.expand(len(samples), -1) if documents is None else documents.positions
+    later = (places + torch.arange(1, depth + 1).unsqueeze(1)).clamp(max=len(places) - 1)
+    inputs, targets = samples[..., later].unbind(1)
+    follows = own[:, later] == own.unsqueeze(1) + torch.arange(1, depth + 1).unsqueeze(1)
+    return torch.stack((inputs, targets.where(follows, IGNORED)), 1)
 
 
 @dataclass(frozen=True)

@@ -78,15 +78,20 @@ def activate(kind: str, *parts: Tensor) -> Tensor:
     return functional.gelu(up, approximate="none" if kind == "gelu_exact" else "tanh")
 
 
-def token_loss(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+def token_loss(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
     """Sum over targets >= 0 of the cross-entropy, in at least fp32.
 
     logits: (..., vocab); targets: int64 (...). With smoothing e each target's distribution is (1 - e) at the target
-    plus e / vocab everywhere (Szegedy et al. 2016, as in torch).
+    plus e / vocab everywhere (Szegedy et al. 2016, as in torch). z_loss: weight of log^2 Z of each, where Z is the sum
+    of the exponentials of its logits (Chowdhery et al. 2022, section 5).
     """
     wide = logits if logits.dtype in ACCURATE else logits.to(accurate_dtype(logits.dtype))
     wide, targets = wide.flatten(0, -2), targets.flatten().clamp(min=-1)  # torch ignores one number only
-    return functional.cross_entropy(wide, targets, ignore_index=-1, reduction="sum", label_smoothing=label_smoothing)
+    options: dict[str, Any] = {"ignore_index": -1, "reduction": "sum", "label_smoothing": label_smoothing}
+    loss = functional.cross_entropy(wide, targets, **options)
+    if not z_loss:
+        return loss
+    return loss + z_loss * wide.logsumexp(1).masked_fill(targets < 0, 0.0).square().sum()
 
 
 def drop(x: Tensor, keep: Tensor, rate: float) -> Tensor:

@@ -106,9 +106,10 @@ class Field(NamedTuple):
 
 # Options that most classes do not know, with the values under which they are off.
 PLAIN: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("sinks", "scaled_embedding", "expert_bias"), (False,)),
+    **dict.fromkeys(("sinks", "scaled_embedding", "expert_bias", "shared_gate"), (False,)),
     **dict.fromkeys(("attention_softcap", "logit_softcap", "query_pre_attn_scalar"), (None,)),
     **dict.fromkeys(("global_period", "local_rope_theta"), (None,)),
+    "mtp_depth": (0,),
 }
 
 

@@ -286,14 +286,15 @@ class VocabHead(RoleLayer):
 
 
 class TokenLoss(TensorModule):
-    """logits (..., vocab), targets int64 (...) -> SUM over targets >= 0 of the cross-entropy, in at least fp32."""
+    """logits (..., vocab), targets int64 (...) -> SUM over targets >= 0 of the cross-entropy, in at least fp32; in
+    training with the z-loss of that weight."""
 
-    def __init__(self, label_smoothing: float = 0.0):
+    def __init__(self, label_smoothing: float = 0.0, z_loss: float = 0.0):
         super().__init__()
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return token_loss(logits, targets, self.label_smoothing)
+        return token_loss(logits, targets, self.label_smoothing, self.z_loss if self.training else 0.0)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """The logits (..., vocab) over the whole vocabulary, of which a rank may hold a part."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.host_copies import HostLink
 from parallelrun.models.layers import TensorModule, TokenLoss
 from parallelrun.planner.model.model_spec import ModelSpec
+from parallelrun.planner.model.model_spec.layers import AHEAD
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -93,21 +95,54 @@ class Network(nn.Module):
             stages.append(stage)
         return stages
 
-    def forward(self, x: Tensor, sample_ids: Tensor | None = None, documents: DocumentBounds | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        sample_ids: Tensor | None = None,
+        documents: DocumentBounds | None = None,
+        ahead: Tensor | None = None,
+    ) -> Any:
         """x: one microbatch of inputs, or of the output of the previous block. sample_ids: int64 (batch,), needed when
-        dropout is on. documents: those that are packed into its samples."""
+        dropout is on. documents: those that are packed into its samples. ahead: int64 (batch, 2, depth, seq), the
+        tokens that modules of multi-token prediction read, and their targets; None: these modules are left out.
+
+        Returns x behind the last block; with `ahead` logits as a tuple, the model's and those of each depth."""
+        names, read = self.block_names, list[Tensor]()
+        if self.spec.mtp_depth and ahead is None:
+            names = tuple(name for name in names if not name.startswith(AHEAD))
         if self.recompute == "none" or not torch.is_grad_enabled():
             with self._rounding(), dropout.scope(sample_ids), packed.scope(documents):
-                for name in self.block_names:
-                    x = self.block(name)(x)
+                for name in names:
+                    block, x = (self.block(name), x) if ahead is None else self._bound(name, x, ahead, read)
+                    x = block(x)
             return x
-        for name in self.block_names:
+        for name in names:
+            block, x = (self.block(name), x) if ahead is None else self._bound(name, x, ahead, read)
             if name in self.recomputed:
-                x = recompute.run(self.block(name), x, sample_ids, self.recompute, documents, self.host)
+                x = recompute.run(block, x, sample_ids, self.recompute, documents, self.host)
                 continue
             with self._rounding(), dropout.scope(sample_ids), packed.scope(documents):
-                x = self.block(name)(x)
+                x = block(x)
         return x
+
+    def _bound(self, name: str, x: Tensor, ahead: Tensor, read: list[Tensor]) -> tuple[recompute.Block, Tensor]:
+        """A block, bound to what it reads of `ahead` or of earlier blocks, and its input. read: by modules of
+        multi-token prediction so far."""
+        block = self.block(name)
+        if name.startswith(AHEAD) and name.endswith(".input"):
+            read.append(x)
+            return partial(block, tokens=ahead[:, 0, len(read) - 1]), x
+        if read and name == self.spec.blocks[-1].name:
+            return partial(block, ahead=(*read[1:], x)), read[0]
+        return block, x
+
+    def total_loss(self, output: Any, targets: Tensor | None, ahead: Tensor | None) -> Tensor:
+        """The summed loss of what forward returns, with the weighted losses of multi-token prediction."""
+        loss: Tensor = self.loss(output if ahead is None else output[0], targets)
+        if ahead is None:
+            return loss
+        losses: list[Tensor] = [self.loss(logits, ahead[:, 1, depth]) for depth, logits in enumerate(output[1:])]
+        return loss + self.spec.mtp_weight * torch.stack(losses).mean()
 
     def _rounding(self) -> AbstractContextManager[None]:
         return rounding.not_kept() if self.rounds_weights and torch.is_grad_enabled() else nullcontext()
@@ -132,7 +167,7 @@ def assemble(config: Config, spec: ModelSpec, precision: Precision, blocks: Sequ
 
     Call it under `torch.device("meta")` and keep the blocks of the rank: parameters are uninitialised.
     """
-    return store(Network(spec, TokenLoss(config.model.label_smoothing), blocks), precision.stored)
+    return store(Network(spec, TokenLoss(config.model.label_smoothing, spec.z_loss), blocks), precision.stored)
 
 
 def store(network: ModuleT, dtype: str) -> ModuleT:

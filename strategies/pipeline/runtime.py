@@ -56,9 +56,8 @@ class AccumulationRunner(PipelineRunner):
     def _microbatch(self, batch: Batch, index: int) -> Batch:
         return batch.microbatch(index, self._plan.batch.micro_batch)
 
-    def _output(self, samples: Batch) -> Tensor:
-        output: Tensor = self._part(network_input(self._part, samples), samples.sample_ids, samples.documents)
-        return output
+    def _output(self, samples: Batch) -> Any:
+        return self._part(network_input(self._part, samples), samples.sample_ids, samples.documents, samples.ahead)
 
     def train(self, batch: Batch, scale: float) -> Tensor:
         losses: list[Tensor] = []
@@ -73,8 +72,7 @@ class AccumulationRunner(PipelineRunner):
         samples = self._microbatch(batch, index)
         counted, self._counted = self._counted, None
         output = counted[1] if counted is not None and counted[0] is batch else self._output(samples)
-        loss: Tensor = self._part.loss(output, samples.targets)
-        return loss
+        return self._part.total_loss(output, samples.targets, samples.ahead)
 
     def evaluate(self, batch: Batch) -> Tensor:
         return self._forward.totals(batch)
@@ -121,7 +119,7 @@ class ScheduleRunner(PipelineRunner):
         last.scale = scale
         for stage in self._stages:
             stage.sample_ids, stage.documents = batch.sample_ids, batch.documents
-        self._stages[-1].targets = batch.targets
+        self._stages[-1].targets, self._stages[-1].ahead = batch.targets, batch.ahead
         inputs = (batch.inputs,) if self._inputs_here else ()
         target = batch.targets if self._losses_here else None
         self._actions.begin_step()

@@ -55,6 +55,11 @@ class Schedule(PipelineSchedule):
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
+        lookups = request.spec.mtp_depth and request.spec.mtp_depth + request.config.model.tied_embeddings
+        if cls.splits_backward and lookups > 1:  # torch runs the graph between two uses of a weight once for each
+            message = f"schedule={cls.kind}: the last stage uses the embedding {lookups} times (model.mtp_depth)"
+            fix = "model.mtp_depth=1 model.tied_embeddings=false, or schedule=1f1b"
+            return [Problem(message, "schedule", fix, kind="not_built")]
         if request.virtual_stages == 1 or cls.takes_virtual_stages:
             return cls.check_microbatches(request)
         message = f"virtual_stages={request.virtual_stages}: {cls.kind} runs one stage per rank"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -60,15 +60,16 @@ class _Plain(nn.Module):
         self.sample_ids: Tensor | None = None
         self.documents: DocumentBounds | None = None
         self.targets: Tensor | None = None
+        self.ahead: Tensor | None = None
         self.scale = 1.0
         self.losses: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.part(x, self.sample_ids, self.documents)
+        output: Any = self.part(x, self.sample_ids, self.documents, self.ahead)
         if not self.is_last:
-            return output
+            return cast(Tensor, output)
         assert self.targets is not None, "the last stage needs targets"
-        loss: Tensor = self.part.loss(output, self.targets)
+        loss = self.part.total_loss(output, self.targets, self.ahead)
         self.losses.append(loss.detach())
         return loss * self.scale
 
@@ -132,6 +133,7 @@ class ScheduledStage(PipelineStage):
         self.sample_ids = torch.empty(0, dtype=torch.int64)  # of the whole step, as the targets; set before it
         self.documents: DocumentBounds | None = None
         self.targets: Tensor | None = None
+        self.ahead: Tensor | None = None
         # Templates of the buffers, and their placeholders while no buffer is allocated.
         self._no_activation, self._no_gradient = input_example(plan, index), output_example(plan, index).detach()
         self._sends, self._actions = sends, actions
@@ -160,6 +162,7 @@ class ScheduledStage(PipelineStage):
             self.plain.documents = self.documents.samples(start, stop)
         if self.targets is not None:
             self.plain.targets = self.targets[start:stop]
+            self.plain.ahead = None if self.ahead is None else self.ahead[start:stop]
         with self._actions.action("F", self.stage_index, fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **options)
         if self.is_last:

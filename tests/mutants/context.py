@@ -130,3 +130,19 @@ def cap_behind_the_mask() -> None:
         return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
 
     blocks._scores = wrong
+
+
+def tokens_ahead_of_the_own_part() -> None:
+    """Tokens further ahead are looked for among those held here."""
+    from dataclasses import replace
+
+    from parallelrun.models.documents import tokens_ahead
+    from parallelrun.training.loop import reader
+
+    right = reader.HostSamples.__getitem__
+
+    def wrong(self: reader.HostSamples, step: int) -> reader.Batch:
+        batch = right(self, step)
+        return replace(batch, ahead=tokens_ahead(torch.stack((batch.inputs, batch.targets), 1), None, self.depth))
+
+    reader.HostSamples.__getitem__ = wrong

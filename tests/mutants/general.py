@@ -385,6 +385,13 @@ def chunk_averaged() -> None:
     build.defer_logits = averaged
 
 
+def chunks_without_the_cap() -> None:
+    """The logits of chunks have no soft cap."""
+    from parallelrun.models.chunked_loss import ChunkedLoss
+
+    ChunkedLoss._loss = lambda self, logits, targets: self.loss(logits, targets)
+
+
 def gradient_of_the_last_chunk() -> None:
     """Each chunk overwrites the gradient of the head's weights."""
     from parallelrun.models import chunked_loss

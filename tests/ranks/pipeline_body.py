@@ -103,7 +103,7 @@ def _watch_stage(part: Network, stage: int, plan: Plan, order: list, peak: dict[
     alive: Counter[int] = Counter()
     forward = part.forward
 
-    def watched(x: torch.Tensor, sample_ids: torch.Tensor, documents: None) -> torch.Tensor:
+    def watched(x: torch.Tensor, sample_ids: torch.Tensor, documents: None, ahead: None) -> torch.Tensor:
         microbatch = int(sample_ids[0] - 1000) // plan.batch.micro_batch
         order.append(("F", stage, microbatch))
         pack = partial(_Saved, alive=alive, microbatch=microbatch)
@@ -154,12 +154,12 @@ class _Bare(nn.Module):
         if stage == 0:
             self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
 
-    def forward(self, x: Tensor, sample_ids: Tensor, documents: None) -> Tensor:
+    def forward(self, x: Tensor, sample_ids: Tensor, documents: None, ahead: None) -> Tensor:
         if self._stage == 0:
             return self.weight.expand(self._shape).clone()
         return x.view_as(x) if self._is_last else x * 2
 
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+    def total_loss(self, output: Tensor, targets: Tensor, ahead: None) -> Tensor:
         return _Sum.apply(output)
 
 

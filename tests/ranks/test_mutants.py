@@ -13,6 +13,7 @@ from tests.parity import assert_equal, parity
 from tests.plans import llama
 from tests.ranks import test_context_attention as context
 from tests.ranks import test_heads_parity as heads
+from tests.ranks import test_objectives_parity as objectives
 from tests.ranks import test_staged_modules as staged
 from tests.ranks.test_data_experts import FSDP, HALF, MOE, THREE, ZERO1, ZERO2
 from tests.ranks.test_finetuning import LORA, MODULE
@@ -147,6 +148,10 @@ PLANTED: list[tuple[str, Overrides]] = [
     ("gradients_of_keys_stay", CP),
     ("dropout_of_local_positions", {**CP, "dropout": 0.1}),
     ("window_of_one_key_more", {**CP, **llama(model__window=3)}),
+    ("tokens_ahead_of_the_own_part", {**CP, **objectives.AHEAD, **ONE_LAYER}),
+    ("z_loss_of_the_shard", {**TP, **objectives.Z_LOSS, **ONE_LAYER}),
+    ("chunks_without_the_cap", {**CHUNKED, **objectives.CAP, **ONE_LAYER}),
+    ("latent_weights_not_summed", {**SEQUENCE, **objectives.GATED, **ONE_LAYER}),
     ("sinks_of_every_block", {**CP, **SINKS}),
     ("sinks_of_the_first_heads", {**CP, **SINKS, context.KIND: "ulysses"}),
     ("sinks_summed_over_tp", {**SINKS, "tp": 2}),
@@ -162,6 +167,7 @@ PLANTED: list[tuple[str, Overrides]] = [
 AGAIN: list[tuple[str, Overrides]] = [
     ("dropped_gradient_reduce", CP),
     ("untied_embedding", {**STAGED, "model.arguments": Arguments(tied=True)}),
+    ("untied_embedding", {**PP, **objectives.AHEAD}),
     ("local_count", {**CP, **context.BERT}),
     ("expert_gradients_not_summed", HALF_EXPERTS),
     ("expert_gradients_ep_times_too_large", {**HALF_EXPERTS, **FSDP}),

@@ -9,10 +9,11 @@ from torch.nn import functional
 
 from parallelrun.base.layout import chunk_range
 from parallelrun.distributed.mesh import Group
+from parallelrun.models.layers import TokenLoss
 from parallelrun.strategies.tensor.common.cross_entropy import VocabParallelLoss
 from tests.pool import run_ranks
 
-BOUND = 1e-10  # fp64
+BOUND, Z_LOSS = 1e-10, 0.2  # fp64
 SHAPE = (2, 5)  # samples x sequence
 
 
@@ -32,7 +33,7 @@ def split_loss(vocab: int, smoothing: float, scale: float, dtype: torch.dtype, i
     start, stop = chunk_range(vocab, world, rank)
     logits, targets = logits_and_targets(vocab, scale, dtype, ignored)
     local = logits[..., start:stop].clone().requires_grad_()
-    loss = VocabParallelLoss(smoothing, group, start, vocab)(local, targets)
+    loss = VocabParallelLoss(TokenLoss(smoothing, Z_LOSS), group, start, vocab)(local, targets)
     (3 * loss).backward()
     return loss.detach(), local.grad
 
@@ -43,6 +44,7 @@ def whole_loss(vocab: int, smoothing: float, scale: float, dtype: torch.dtype, i
     loss = functional.cross_entropy(
         wide.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum", label_smoothing=smoothing
     )
+    loss = loss + Z_LOSS * wide.logsumexp(-1).square()[targets >= 0].sum()
     (3 * loss).backward()
     return loss.detach(), wide.grad
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import sqrt
 
 from parallelrun.base.errors import ConfigError
@@ -14,10 +15,11 @@ from parallelrun.planner.model.model_spec import BlockSpec, Initialiser, LayerSp
 
 
 class GptDefinition(ModelDefinition):
-    """Blocks `embedding`, `layers.0` ..., `head`."""
+    """Blocks `embedding`, `layers.0` ..., `mtp.0.input`, `mtp.0.layer` ..., `head`."""
 
     own_keys = transformer.TEXT_KEYS | transformer.ATTENTION_KEYS | transformer.ROPE_KEYS | {
-        "experts", "global_period", "local_rope_theta", "logit_softcap", "norm_position", "window",
+        "experts", "global_period", "local_rope_theta", "logit_softcap", "mtp_depth", "mtp_weight", "norm_position",
+        "window",
     }  # fmt: skip
     packs = True
 
@@ -27,20 +29,29 @@ class GptDefinition(ModelDefinition):
         if problems:
             raise ConfigError(*problems)
         embedding = (*transformer.embedding_layers(model, vocab), transformer.dropout_layer("embedding.dropout", model))
-        tied = model.tied_embeddings
+        tied, depths = model.tied_embeddings, range(model.mtp_depth)
         only_experts = all(moe.has_experts(index, model) for index in range(model.layers))
-        head = (transformer.norm_layer("head.norm", model), transformer.head_layer(model, vocab, tied))
+        head = transformer.head_layer(model, vocab, tied)
+        again = replace(head, parameters=(), tied=head.tied or transformer.TIED[0])  # of each depth, with its weights
+        heads = (head, *(replace(again, name=f"mtp.{depth}.head") for depth in depths))
+        flops = len(heads) * 2.0 * model.hidden * vocab * model.seq
+        tables = tuple((f"mtp.{depth}.input.tokens.weight", transformer.TIED[1]) for depth in depths)
         blocks = (
             BlockSpec("embedding", "embedding", embedding, forward_flops=0.0),
-            *(_block(index, model) for index in range(model.layers)),
-            BlockSpec("head", "head", head, forward_flops=2.0 * model.hidden * vocab * model.seq),
+            *(_block(f"layers.{index}", index, model) for index in range(model.layers)),
+            *(block for depth in depths for block in _module_ahead(depth, model, vocab)),
+            BlockSpec(
+                "head", "head", (transformer.norm_layer("head.norm", model), *heads), flops, follows=bool(depths)
+            ),
         )
         return transformer.transformer_spec(
             model,
             vocab,
             blocks,
             ffn=0 if only_experts else transformer.ffn_size(model),
-            tied=(transformer.TIED,) if tied else (),
+            tied=(*tables, *((transformer.TIED,) if tied else ())),
+            mtp_depth=model.mtp_depth,
+            mtp_weight=model.mtp_weight,
             experts=model.experts,
             router=moe.router_spec(model),
             norm_position=model.norm_position,
@@ -48,8 +59,25 @@ class GptDefinition(ModelDefinition):
         )
 
 
-def _block(index: int, model: ModelConfig) -> BlockSpec:
-    name = f"layers.{index}"
+def _module_ahead(depth: int, model: ModelConfig, vocab: int) -> tuple[BlockSpec, BlockSpec]:
+    """What adds a token further ahead to the representation of the depth before it, and a transformer layer with a norm
+    behind it (DeepSeek-V3, 2024, section 2.2)."""
+    name, hidden = f"mtp.{depth}", model.hidden
+
+    def projected(part: str) -> tuple[LayerSpec, LayerSpec]:
+        weight = f"{name}.input.{part}", hidden, hidden, False, transformer.normal(model), "linear"
+        return transformer.norm_layer(f"{name}.input.{part}_norm", model), transformer.linear_layer(*weight)
+
+    tokens = LayerSpec(f"{name}.input.tokens", "embedding", vocab, hidden, tied=transformer.TIED[1])
+    layers = (*projected("hidden"), tokens, *projected("token"))
+    block = _block(f"{name}.layer", model.layers + depth, model)
+    return (
+        BlockSpec(f"{name}.input", "embedding", layers, 4.0 * hidden * hidden * model.seq, follows=depth > 0),
+        replace(block, layers=(*block.layers, transformer.norm_layer(f"{name}.layer.norm", model)), follows=True),
+    )
+
+
+def _block(name: str, index: int, model: ModelConfig) -> BlockSpec:
     # Weights whose output is added to the residual stream are scaled down by depth, so that it keeps its scale (GPT-2).
     residual = Initialiser("normal", model.init_std / sqrt(2 * model.layers))
     products = 0

@@ -37,6 +37,7 @@ class MlpDefinition(ModelDefinition):
             ffn=transformer.ffn_size(model),
             seq=model.seq if tokens else 0,
             num_layers=model.layers,
+            z_loss=model.z_loss,
             activation=model.activation,
             norm=model.norm,
             logit_softcap=model.logit_softcap,

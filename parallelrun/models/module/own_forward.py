@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from parallelrun.distributed import torch_private
 from parallelrun.models import documents as packed
 from parallelrun.models import dropout, recompute
-from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.module.double import StayDouble
 from parallelrun.models.module.outputs import logits_of, undefined
 from parallelrun.models.network import Network
@@ -128,7 +127,7 @@ class OwnForwardNetwork(Network):
             stages.append(stage)
         return stages
 
-    def forward(self, x: Tensor, sample_ids: Tensor | None = None, documents: DocumentBounds | None = None) -> Tensor:
+    def forward(self, x: Tensor, sample_ids: Any = None, documents: Any = None, ahead: Tensor | None = None) -> Tensor:
         inputs, last = x, self.block_names[-1]
         for path, parameter in self._elsewhere.items():
             around, _, key = path.rpartition(".")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parallelrun.models.autograd import apply
-from parallelrun.models.layers import ExpertInput, ExpertOutput, TensorModule
+from parallelrun.models.layers import ExpertInput, ExpertOutput, TensorModule, UnsplitLinear
 from parallelrun.models.moe import rows
 from parallelrun.models.moe import spec as sizes
 from parallelrun.models.moe.experts import Experts
@@ -77,6 +77,7 @@ class MoE(TensorModule):
         self.leave = ExpertOutput(make.dtype)
         # an MLP for all tokens beside the experts (DeepSeek-V3's shared experts as one), without dropout of its own
         self.shared = FeedForward(make, sizes.shared_ffn(model), None) if model.shared_experts else None
+        self.shared_gate = UnsplitLinear(model.hidden, 1, False, make.dtype) if model.shared_gate else None
         self.dropout = make.dropout(f"{name}.dropout")
         self.dispatch = LocalDispatcher()
         self.auxiliary_scale = 0.0
@@ -89,7 +90,7 @@ class MoE(TensorModule):
         mixed, extra = self.dispatch(gathered.flatten(0, 1), routing, self.experts, beside)
         y = self.leave(mixed, gathered.size(0))
         if extra is not None:
-            y = y + extra
+            y = y + (extra if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * extra)
         if routing.auxiliary is not None:
             y = apply(AuxiliaryLoss, y, routing.auxiliary, self.auxiliary_scale)
         return self.dropout(y)

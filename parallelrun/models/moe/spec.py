@@ -61,6 +61,9 @@ def router_spec(model: ModelConfig) -> RouterSpec | None:
 
 def check(model: ModelConfig) -> list[Problem]:
     """Problems of the experts' sizes that no plan could solve. `pieces/router_settings.py` checks the router."""
+    if model.experts and model.shared_gate and not model.shared_experts:
+        message = "model.shared_gate=true: there is no shared expert"
+        return [Problem(message, "model.shared_gate", "model.shared_experts=1", kind="undefined")]
     if not model.experts or any(has_experts(index, model) for index in range(model.layers)):
         return []
     message = (
@@ -93,6 +96,9 @@ def moe_layers(name: str, model: ModelConfig, residual: Initialiser) -> tuple[La
     shared: tuple[LayerSpec, ...] = ()
     if model.shared_experts:
         shared = transformer.up_and_down(f"{name}.shared", model, shared_ffn(model), normal, residual)
+    if model.shared_experts and model.shared_gate:
+        gate = transformer.linear_layer(f"{name}.shared_gate", hidden, 1, False, normal, "linear")
+        shared = (*shared, gate)
     return (
         LayerSpec(f"{name}.enter", "expert_input", hidden, hidden),
         LayerSpec(f"{name}.router", "router", hidden, experts, tuple(router)),

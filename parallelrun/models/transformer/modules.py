@@ -6,6 +6,9 @@ part of a tensor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -218,13 +221,18 @@ class FeedForward(layers.TensorModule):
 
 
 class OutputHead(layers.TensorModule):
-    """Final norm, then logits (batch, seq, vocab)."""
+    """Final norm, then logits (batch, seq, vocab). Given the results of modules of multi-token prediction, a tuple:
+    those of x, and of each of them."""
 
     def __init__(self, make: LayerFactory, tied: layers.TokenEmbedding | None):
         super().__init__()
         self.norm = make.norm()
         self.head, self.softcap = make.head(tied), make.model.logit_softcap
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits = self.head(self.norm(x))
-        return logits if self.softcap is None else apply(SoftCap, logits, self.softcap)
+    def forward(self, x: Tensor, ahead: Sequence[Tensor] = ()) -> Any:
+        logits = self._logits(self.norm(x))
+        return (logits, *map(self._logits, ahead)) if ahead else logits
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits = self.head(x)
+        return logits if self.softcap is None or self.head.defers else apply(SoftCap, logits, self.softcap)

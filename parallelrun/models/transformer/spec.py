@@ -21,7 +21,7 @@ from parallelrun.planner.model.model_spec.attention import AttentionSpec, Latent
 
 TEXT_KEYS = frozenset({
     "layers", "hidden", "ffn", "vocab", "seq", "norm", "norm_eps", "activation", "bias", "norm_bias", "tied_embeddings",
-    "head_bias", "init_std", "label_smoothing", "dropout",
+    "head_bias", "init_std", "label_smoothing", "z_loss", "dropout",
 })  # fmt: skip  # of every model of tokens
 ATTENTION_KEYS = frozenset({
     "heads", "kv_heads", "head_dim", "qk_norm", "qkv_bias", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
@@ -287,6 +287,7 @@ def transformer_spec(model: ModelConfig, vocab: int, blocks: tuple[BlockSpec, ..
         activation=model.activation,
         norm=model.norm,
         attention_dropout=model.attention_dropout,
+        z_loss=model.z_loss,
         latent=latent_spec.latent_sizes(model),
         **values,
     )

@@ -119,7 +119,8 @@ def _of_block(plan: Plan, stage: int, name: str) -> Iterator[HeldParameter]:
     for spec, layout in zip(block.parameters, block_layouts(name, plan)):
         yield HeldParameter(spec.name, spec, stage, name, layout)
     copies = {original: copy for copy, original in plan.tied_copies}
-    for original in (layer.tied for layer in block.layers if layer.tied in copies):
+    tied = dict.fromkeys(layer.tied for layer in block.layers if layer.tied in copies)
+    for original in (weight for weight in tied if weight and plan.spec.readers[weight] == name):
         spec = plan.spec.parameters[original]
         yield HeldParameter(copies[original], spec, stage, name, module_layout(spec, plan), shared=True)
 

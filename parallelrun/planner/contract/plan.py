@@ -275,7 +275,9 @@ class Plan:
 
     @property
     def tied_copies(self) -> tuple[tuple[str, str], ...]:
-        """(copy, original) names of tied weights on two pp ranks, which need the embedding group."""
+        """(copy, original) names of tied weights on two pp ranks, which need the embedding group. Of the copies on the
+        last stage, which are one tensor, the last."""
         if not self.spec.tied or self.stages[0].pp_rank == self.stages[-1].pp_rank:
             return ()
-        return tuple(pair for pair in self.spec.tied if pair[1] in self.spec.readers)
+        last = {original: copy for copy, original in self.spec.tied if original in self.spec.readers}
+        return tuple((copy, original) for original, copy in last.items())

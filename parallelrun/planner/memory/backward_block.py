@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from parallelrun.base.precision import BYTES
 from parallelrun.planner.contract.parameters import block_dtypes, uses_rounded
@@ -11,6 +12,7 @@ from parallelrun.planner.contract.plan import Plan, once
 from parallelrun.planner.contract.tensor_strategy import LayerBackward
 from parallelrun.planner.memory.stack_memory import of_stack, saved_plan
 from parallelrun.planner.model.model_spec import MEASURED
+from parallelrun.planner.model.model_spec.layers import AHEAD
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,11 @@ def backward_block(name: str, plan: Plan, rounded: bool) -> BackwardBlock:
         forward = max(forward, plan.expert.exchange_bytes(block, plan)) if plan.expert and again > 0 else forward
         on_host = kept if plan.recompute == "offload" and block.is_recomputed else 0
         on_host -= sum(layer.kept for layer in passes[1:]) if on_host and block.kind == MEASURED else 0  # the loss
-        # An input on the host is brought back, and, during the pass, that of the block before it.
-        return BackwardBlock(kept - on_host, passes, max(0, again) + on_host, forward, on_host, on_host)
+        # An input on the host is brought back, and, during the pass, that of the block before it. What the head gives
+        # for the inputs of multi-token prediction waits for its blocks.
+        waiting = plan.spec.mtp_depth * name.startswith(AHEAD) * prod(plan.tensor.boundary_shape(plan))
+        beside = on_host + waiting * BYTES[plan.precision.compute]
+        return BackwardBlock(kept - on_host, passes, max(0, again) + on_host, forward, on_host, beside)
 
     is_last, dtypes = name == plan.spec.blocks[-1].name, block_dtypes(name, plan)
     key = "backward block", plan.spec.first_alike[name], is_last, plan.recompute, rounded, dtypes

@@ -267,6 +267,7 @@ def batch_bytes(plan: Plan, pp_rank: int) -> int:
     each = INDEX_BYTES if spec.kind == "tokens" else BYTES[plan.precision.compute]
     cp = plan.mesh.size("cp")
     inputs = prod(spec.sample_shape) // cp * each if pp_rank == plan.stages[0].pp_rank else 0
-    targets = spec.targets_per_sample // cp * INDEX_BYTES if pp_rank == plan.last_stage_pp_rank else 0
+    each_target = (1 + 2 * spec.mtp_depth) * INDEX_BYTES
+    targets = spec.targets_per_sample // cp * each_target if pp_rank == plan.last_stage_pp_rank else 0
     positions = spec.seq * INDEX_BYTES if spec.packed else 0
     return samples * (inputs + targets + positions + INDEX_BYTES)

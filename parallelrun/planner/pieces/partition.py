@@ -145,7 +145,7 @@ def _num_blocks(runs: list[list[BlockSpec]], sizes: list[int]) -> list[int]:
 def _uniform(blocks: tuple[BlockSpec, ...], num_stages: int) -> list[int] | Problem:
     """Equally many transformer blocks per stage; the embedding goes to the first stage, the head to the last."""
     runs = _runs(blocks)
-    middle = [i for i, run in enumerate(runs) if any(block.is_recomputed for block in run)] or list(range(len(runs)))
+    middle = [i for i, run in enumerate(runs) if run[0].is_recomputed] or list(range(len(runs)))
     if len(middle) % num_stages:
         message = (
             f"{len(middle)} layers are not divisible by {num_stages} stages, and partition=uniform was asked for; "

@@ -30,7 +30,8 @@ from parallelrun.planner.pieces import routing_statistics as statistics
 PURPOSE = "routing"
 KEY, DISPATCHER = "model.router.", "strategy.expert."
 MODEL = "model=moe_gpt"  # a preset with experts
-OF_EXPERTS = ("expert_bias", "expert_ffn", "expert_period", "dense_layers", "shared_experts")  # keys of `model`
+# Keys of `model`.
+OF_EXPERTS = ("expert_bias", "expert_ffn", "expert_period", "dense_layers", "shared_experts", "shared_gate")
 CHOICES_OF = {"gshard": 2, "switch": 1}  # experts per token of the kinds that fix it
 
 

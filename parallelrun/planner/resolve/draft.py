@@ -233,9 +233,6 @@ def check_loss_chunks(request: Request, strategies: StrategyClasses) -> list[Pro
     if spec.blocks[-1].kind == MEASURED or [x.layer_role for x in spec.blocks[-1].layers[-1:]] != ["head"]:
         message = f"{shown}: model={spec.name} does not end in a vocabulary head of parallelrun's own"
         return [Problem(message, "loss_chunks", fix, kind="not_built" if spec.kind == "tokens" else "undefined")]
-    if spec.logit_softcap is not None:  # a function of the logits behind the head
-        message = f"{shown}: soft caps are computed of all logits at once"
-        return [Problem(message, "loss_chunks", fix, kind="not_built")]
     if request.tp > 1 and not strategies.tensor.is_one_dimensional:
         message = f"{shown}: layout={strategies.tensor.layout_name} computes all logits at once"
         return [Problem(message, "loss_chunks", f"layout=1d or {fix}", kind="not_built")]

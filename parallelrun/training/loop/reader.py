@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from parallelrun.base.errors import EnvironmentProblem, ParallelrunError, Problem
 from parallelrun.data.order import Sampler
 from parallelrun.distributed.mesh import Mesh
-from parallelrun.models.documents import DocumentBounds
+from parallelrun.models.documents import DocumentBounds, tokens_ahead
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.definitions import Split
 
@@ -47,13 +47,15 @@ class Batch:
     inputs: (n, *sample_shape), int64 tokens or features in the compute dtype, or a dict of such tensors. targets:
     (n, *target_shape), int64, below 0 where ignored. sample_ids: (n,) int64, the samples' global numbers, known to
     every rank. documents: those that are packed into the samples, known to every rank too; None if samples are no
-    packs.
+    packs. ahead: beside targets, for multi-token prediction, (n, 2, depth, seq): the tokens that each depth reads, and
+    its targets.
     """
 
     inputs: Inputs | None
     targets: Tensor | None
     sample_ids: Tensor
     documents: DocumentBounds | None = None
+    ahead: Tensor | None = None
 
     def __len__(self) -> int:
         return self.sample_ids.shape[0]
@@ -67,10 +69,10 @@ class Batch:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch of `change` of each tensor."""
-        targets = None if self.targets is None else change(self.targets)
+        targets, ahead = (None if tensor is None else change(tensor) for tensor in (self.targets, self.ahead))
         inputs = _mapped(change, self.inputs)
         documents = None if self.documents is None else self.documents.map(change)
-        return Batch(inputs, targets, change(self.sample_ids), documents)
+        return Batch(inputs, targets, change(self.sample_ids), documents, ahead)
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory. torch's DataLoader calls this too."""
@@ -83,7 +85,8 @@ class HostSamples:
 
     Read from other threads and processes: a pure function of the step.
     has_inputs, has_targets: whether this rank needs them. floats: the dtype of inputs that are not token ids. seq:
-    tokens of a sample. positions: of the tokens of each sample that this rank holds; None: all.
+    tokens of a sample. positions: of the tokens of each sample that this rank holds; None: all. depth: of multi-token
+    prediction.
     """
 
     split: Split
@@ -95,19 +98,22 @@ class HostSamples:
     floats: torch.dtype
     seq: int = 0
     positions: Tensor | None = None
+    depth: int = 0
 
     def __getitem__(self, step: int) -> Batch:
         indices, sample_ids = self.sampler.indices(step, self.start, self.stop)
-        inputs = targets = None
+        inputs = targets = documents = ahead = None
+        if self.split.packs:
+            lengths = [self.split.document_lengths(int(index)).tolist() for index in indices]
+            documents = DocumentBounds.of(lengths, self.seq)
         if self.has_inputs or self.has_targets:
             samples = [self.split.augmented(int(index), int(number)) for index, number in zip(indices, sample_ids)]
             inputs = self._inputs([sample[0] for sample in samples]) if self.has_inputs else None
             targets = self._stacked([sample[1] for sample in samples]) if self.has_targets else None
-        documents = None
-        if self.split.packs:
-            lengths = [self.split.document_lengths(int(index)).tolist() for index in indices]
-            documents = DocumentBounds.of(lengths, self.seq)
-        return Batch(inputs, targets, torch.from_numpy(np.asarray(sample_ids, dtype=np.int64)), documents)
+            if self.depth and self.has_targets:
+                own = tokens_ahead(torch.from_numpy(np.stack(samples)), documents, self.depth)
+                ahead = own if self.positions is None else own[..., self.positions]
+        return Batch(inputs, targets, torch.from_numpy(np.asarray(sample_ids, dtype=np.int64)), documents, ahead)
 
     def _inputs(self, samples: list[Any]) -> Inputs:
         if not isinstance(samples[0], dict):
@@ -250,6 +256,7 @@ class Reader:
             floats=getattr(torch, plan.precision.compute),
             seq=plan.spec.seq,
             positions=_positions(plan, mesh),
+            depth=plan.spec.mtp_depth,
         )
         self._device = mesh.device
         self._ahead: ReadAhead | None = None

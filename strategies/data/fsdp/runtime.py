@@ -74,7 +74,7 @@ class FSDPRuntime(DataRuntime):
         self._always_last = plan.mesh.size("pp") == 1 and plan.batch.microbatches == 1
         for part in parts:
             part.register_forward_pre_hook(self._before_forward, prepend=True)
-            part.register_forward_hook(self._after_forward)
+            part.register_forward_hook(lambda m, _, x: self._after_forward(m, x if isinstance(x, Tensor) else x[-1]))
             if plan.pipeline.splits_backward and self._strategy.reduce_each_microbatch:
                 part.after_weight_gradients = partial(self._reduce_microbatch, part)  # type: ignore[assignment]
 
@@ -112,8 +112,8 @@ class FSDPRuntime(DataRuntime):
         if not torch.is_grad_enabled():
             self._left_gathered = True
 
-    def _after_forward(self, part: nn.Module, _: object, output: Tensor) -> None:
-        """Notice when the last backward pass of a stage begins: with the gradient of that stage's output."""
+    def _after_forward(self, part: nn.Module, output: Tensor) -> None:
+        """Notice when the last backward pass of a stage begins: with the gradient of that stage's (last) output."""
         if self._always_last or self._plan.pipeline.splits_backward or not output.requires_grad:
             return
         assert isinstance(part, FSDPModule), "every stage is a root of FSDP"

@@ -106,7 +106,7 @@ class UnitSharding(DataStrategy):
         across = {name for name, pair in pairs.items() if pair <= here and not any(pair <= {*s.blocks} for s in stages)}
         outside = {name for block in here for name in plan.spec.block(block).outside}
         for stage in stages:
-            tied = {block for pair in pairs.values() if pair <= {*stage.blocks} for block in pair}
+            tied = {block for pair in pairs.values() if len(pair & {*stage.blocks}) > 1 for block in pair}
             for block, is_last, count in _counted_blocks(stage, plan, counted):
                 if block not in tied:
                     # Without a pipeline, the last block is needed at once: freed, it is gathered twice in a row.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 from parallelrun.base.precision import BYTES
@@ -25,10 +27,25 @@ def loss_backward(product: Product | None, plan: Plan) -> LayerBackward:
     if product is None or plan.mesh.size(AXIS) == 1:
         logits = targets * vocab * accurate
         capped = compute * bool(plan.spec.logit_softcap)  # of a logit, kept by its cap
-        return LayerBackward(logits + targets * (INDEX + vocab * capped), logits, logits)
+        squared = logits if plan.spec.z_loss else 0  # the z-loss keeps the logits, and gives a gradient of its own
+        return LayerBackward(logits + squared + targets * (INDEX + vocab * capped), logits, logits, squared)
     rows, columns = product.y.local(targets, vocab, plan.mesh.sizes)
     saved = rows * (columns * compute + accurate) + targets * INDEX
-    return LayerBackward(saved, 0, rows * columns * accurate * (1 if compute == accurate else 2))
+    copies = 2 if compute != accurate or plan.spec.logit_softcap else 1
+    return LayerBackward(saved, 0, rows * columns * copies * accurate)
+
+
+def of_depths(
+    heads: Sequence[LayerBackward], loss: LayerBackward, product: Product | None, plan: Plan
+) -> list[LayerBackward]:
+    """The heads of the depths of multi-token prediction and their losses. The gradients of some logits wait while the
+    loss of others runs backward, then in turn for their heads."""
+    logits = plan.num_rows * plan.spec.vocab
+    if product is not None:
+        logits = prod(product.y.local(plan.num_rows, plan.spec.vocab, plan.mesh.sizes))
+    waiting = logits * BYTES[plan.precision.compute]
+    losses = [replace(loss, arriving=loss.arriving + i * waiting) for i in reversed(range(len(heads)))]
+    return [*(replace(x, arriving=x.arriving + i * waiting) for i, x in enumerate(heads)), *losses]
 
 
 def chunked_backwards(
@@ -48,7 +65,8 @@ def chunked_backwards(
     weights = (*head.parameters, *((spec.parameters[head.tied],) if head.tied else ()))
     rounded = rounded_bytes(weights, plan)
     split = compute + accurate * (1 if compute == accurate else 2)
-    logits = 3 * accurate if plan.mesh.size(AXIS) == 1 else split
+    capped = compute * bool(spec.logit_softcap)
+    logits = capped + ((5 if spec.z_loss else 3) * accurate if plan.mesh.size(AXIS) == 1 else split)
     products = columns * compute + max(-(-rounded // chunk), hidden * compute)
     in_forward = rows * hidden * compute + rounded + chunk * max(columns * logits, products)
     apart = gradients if plan.pipeline.splits_backward else 0

@@ -128,13 +128,17 @@ class ProductStrategy(ProductTraffic):
         if module_memory.says_itself(block, plan):
             return (module_memory.stated_backward(block, plan), *self._measured_loss(block, plan))
         in_order, of_loss = as_computed(block.layers), self._loss_backwards(block, plan)
+        losses = 1 + plan.spec.mtp_depth
         if of_loss and plan.loss_chunks > 1:
-            in_order, head = in_order[:-1], in_order[-1]
+            in_order, head = in_order[:-losses], in_order[-losses]
             product = self.product_of(head, plan)
             assert product is not None, "the last layer gives the logits"
             sizes = weight_gradients(head, plan), sum(self.moved_bytes(head, product, plan))
-            of_loss = loss_memory.chunked_backwards(head, product, *sizes, plan)
+            of_loss = losses * loss_memory.chunked_backwards(head, product, *sizes, plan)
         backwards = [backward for layer in in_order for backward in self._layer_backward(layer, block, plan)]
+        if of_loss and losses > 1 and plan.loss_chunks == 1:
+            heads = backwards[-losses:]
+            return (*backwards[:-losses], *loss_memory.of_depths(heads, of_loss[0], self.head_product(plan), plan))
         return (*backwards, *of_loss)
 
     def _loss_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
@@ -272,8 +276,8 @@ class ProductStrategy(ProductTraffic):
         of_product = latent_memory.product_gradients(layer, block, plan)
         if of_product == 0:
             return 0  # norms and the product keep what they read
-        if layer.layer_role == "linear":
-            return rows * outputs * BYTES[plan.precision.compute]
+        if layer.layer_role == "linear":  # in a head, an activation follows
+            return rows * outputs * BYTES[plan.precision.compute] if block.kind == "head" else 0
         if layer.layer_role != "column_parallel":
             return 0
         if not attends(layer):

@@ -203,8 +203,9 @@ class ProductTraffic(TensorStrategy):
         targets = plan.batch.micro_batch * plan.spec.targets_per_sample // plan.mesh.size("cp")
         size = product.y.local(targets, plan.spec.vocab, plan.mesh.sizes)[0] * BYTES[plan.precision.accurate]
         split = [axis for axis in product.y.features if plan.mesh.size(axis) > 1]
-        calls = plan.loss_chunks
-        return [Collective(axis, "all_reduce", "loss", calls, factor * size) for axis in split for factor in (1, 2)]
+        losses = 1 + plan.spec.mtp_depth
+        both = [(losses * plan.loss_chunks, losses * factor * size) for factor in (1, 2)]
+        return [Collective(axis, "all_reduce", "loss", *sent) for axis in split for sent in both]
 
     def has_input_gradient(self, layer: LayerSpec, plan: Plan) -> bool:
         """Return whether backward computes the gradient of a layer's input. The model's own input has none."""

@@ -134,8 +134,12 @@ class GridRequest:
         return [common.wrong_role(message, request, name, "head")]
 
     def _unbuilt(self) -> list[Problem]:
-        """Experts of somebody else's module: nobody knows where it would have to gather features for their router."""
+        """Experts of somebody else's module: nobody knows where it would have to gather features for their router. And
+        the gate of shared experts, whose one feature no grid splits."""
         spec, kind = self.request.spec, self.request.config.strategy.tensor.kind
+        if self.request.tp > 1 and spec.experts and self.request.config.model.shared_gate:
+            message = f"model.shared_gate=true: layout {kind} splits the features of every layer, and a gate has one"
+            return [Problem(message, "layout", "layout=1d", kind="not_built")]
         if self.request.tp == 1 or not has_own_router(spec):
             return []
         message = (

@@ -65,7 +65,7 @@ def _loss(loss: single_device.TokenLoss, plan: Plan, mesh: Mesh) -> VocabParalle
     logits, vocab = plan.tensor.head(plan.tensor.boundary(plan)).y, plan.spec.vocab
     (axis,) = logits.features
     start = first_row(vocab, logits.features, mesh)
-    return VocabParallelLoss(loss.label_smoothing, mesh.group(axis), start, vocab, slice_of(logits.rows, mesh))
+    return VocabParallelLoss(loss, mesh.group(axis), start, vocab, slice_of(logits.rows, mesh))
 
 
 def _slice_input(block: nn.Module, layout: ActivationLayout, mesh: Mesh) -> None:

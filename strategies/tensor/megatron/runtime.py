@@ -38,4 +38,4 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
             network.set_submodule(name, layers.PARALLEL_LAYERS[type(layer)](layer, tp=tp))
     if isinstance(network.loss, single_device.TokenLoss) and has_vocab_head(plan):
         vocab = plan.spec.vocab
-        network.loss = VocabParallelLoss(network.loss.label_smoothing, group, first_row(vocab, axes, mesh), vocab)
+        network.loss = VocabParallelLoss(network.loss, group, first_row(vocab, axes, mesh), vocab)

@@ -55,7 +55,6 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
     ("overrides", "message"),
     [
         ({"loss_chunks": 33, "cp": 2}, "more than the 32 tokens"),
-        ({"loss_chunks": 2, "model.logit_softcap": 30.0}, "soft caps are computed of all logits at once"),
         ({"loss_chunks": 2, "tp": 4, "layout": "2d"}, "layout=2d computes all logits at once"),
         ({**RESNET, "loss_chunks": 2}, "does not end in a vocabulary head"),
         ({"loss_chunks": 0}, "not a whole number of at least 1"),

@@ -38,6 +38,7 @@ OF_ANY = {
     "expert_ffn",
     "expert_period",
     "shared_experts",
+    "shared_gate",
 }  # see routing.unread
 CASES = {
     "gpt": [{}, LLAMA3, LATENT | YARN],

@@ -96,12 +96,13 @@ class ModelSpec:
 
     sample_shape, boundary_shape: of one sample, at the input and between blocks (`(seq, hidden)` for gpt).
     targets_per_sample: loss terms of a sample (seq for gpt, 1 for a classifier). tied: (copy, original) names of
-    parameters that are one logical tensor; `parameters` lists only the original. mask_token: for masked
-    language models, the id of [MASK], which does not occur in the data. packed: samples consist of documents, each
-    attending to itself, and padding. hides_targets: the dataset has a loss on a part of the tokens. norm_position:
-    post, if norms are of what branches add to x, so that no product reads them. logit_softcap: of the output layer.
-    documents: the lengths of the documents of some samples, where they are
-    known. own_loss: the user's function computes the loss, and the count by which it is divided.
+    parameters that are one logical tensor; `parameters` lists only the original. mask_token: for masked language
+    models, the id of [MASK], which does not occur in the data. packed: samples consist of documents, each attending to
+    itself, and padding. hides_targets: the dataset has a loss on a part of the tokens. norm_position: post, if norms
+    are of what branches add to x, so that no product reads them. logit_softcap: of the output layer. documents: the
+    lengths of the documents of some samples, where they are known. own_loss: the user's function computes the loss, and
+    the count by which it is divided. z_loss: its weight. mtp_depth, mtp_weight: the modules of multi-token prediction
+    and the weight of their losses.
     """
 
     name: str
@@ -128,6 +129,9 @@ class ModelSpec:
     router: RouterSpec | None = None  # None: no layer has experts
     latent: LatentSpec | None = None  # None: queries, keys and values are products of x, alike in width
     logit_softcap: float | None = None
+    z_loss: float = 0.0
+    mtp_depth: int = 0
+    mtp_weight: float = 0.0
     packed: bool = False
     hides_targets: bool = False
     documents: tuple[tuple[int, ...], ...] = ()

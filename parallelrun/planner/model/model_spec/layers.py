@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from parallelrun.planner.model.model_spec.parameters import ParameterSpec
 
+AHEAD = "mtp."  # begins the names of the blocks of multi-token prediction
+
 
 @dataclass(frozen=True)
 class LayerSpec:

@@ -77,7 +77,10 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {  # by name: the class and its co
             "rope_parameters": {**YARN, "truncate": False, "original_max_position_embeddings": 32},
         },
     ),
-    "qwen3_moe, not normalised, dense layers": ("Qwen3Moe", {**WIDE, **EXPERTS, "decoder_sparse_step": 2}),
+    "qwen2_moe, not normalised, dense layers": (
+        "Qwen2Moe",
+        {**SIZES, **EXPERTS, "decoder_sparse_step": 2, "shared_expert_intermediate_size": 24},
+    ),
 }
 
 
@@ -178,6 +181,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # the config.json of the model on Hugg
         "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
         "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
     },
+    "qwen1.5_moe_a2.7b": {
+        "architectures": ["Qwen2MoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "decoder_sparse_step": 1, "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 5632, "max_position_embeddings": 8192, "max_window_layers": 21,
+        "model_type": "qwen2_moe", "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_attention_heads": 16,
+        "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 16,
+        "output_router_logits": False, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": False,
+        "use_sliding_window": False, "vocab_size": 151936,
+    },
     "gpt_oss_120b": {
         "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
         "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
@@ -238,6 +251,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **SIZES},
     "qwen3": {"model_type": "qwen3", **WIDE},
     "qwen3_moe": {"model_type": "qwen3_moe", **WIDE, **EXPERTS},
+    "qwen2_moe": {"model_type": "qwen2_moe", **SIZES, **EXPERTS},
     "gemma3_text": {"model_type": "gemma3_text", **WIDE},
     "gpt_oss": {"model_type": "gpt_oss", **WIDE},
 }
@@ -259,6 +273,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         ("qwen3", {"rope_scaling": {**YARN, "attention_factor": 0.5}}, "attention_factor is 0.5, and only one above 1"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers is [1]"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size is 8, a field that"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size is 8, no multiple of"),
     ],
 )
 def test_what_a_class_has_beyond_ours_is_refused_by_its_field(family, fields, said, tmp_path) -> None:

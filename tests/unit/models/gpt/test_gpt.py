@@ -125,6 +125,7 @@ def built(config: Config, vocab: int, precision: str = "fp64", seed: int = 3) ->
         # The parameters of transformers' classes with the published config.json of Qwen/Qwen3-235B-A22B,
         # openai/gpt-oss-120b, google/gemma-3-27b-it (text_config), google/gemma-2-27b and moonshotai/Kimi-K2-Base.
         ("qwen3_235b_a22b", 235_093_634_560),
+        ("qwen1.5_moe_a2.7b", 14_315_784_192),  # model card: 14.3B
         ("gpt_oss_120b", 116_829_156_672),  # model card: 116.83B
         ("gemma3_27b", 27_009_346_304),
         ("gemma2_27b", 27_227_128_320),
@@ -137,6 +138,19 @@ def built(config: Config, vocab: int, precision: str = "fp64", seed: int = 3) ->
 )
 def test_presets_have_the_published_number_of_parameters(preset: str, parameters: Any) -> None:
     assert make_spec(GPT_PRESETS[preset]).num_parameters == parameters
+
+
+def test_the_module_of_deepseek_v3_that_predicts_a_second_token_has_14_billion_parameters() -> None:
+    """README.md and README_WEIGHTS.md of deepseek-ai/DeepSeek-V3: 671B and 14B, of which embedding and output head,
+    0.9B each, are shared."""
+    alone = make_spec(GPT_PRESETS["deepseek_v3"])
+    both = make_spec({**GPT_PRESETS["deepseek_v3"], "mtp_depth": 1})
+    module, hidden = both.num_parameters - alone.num_parameters, 7168
+    layer = sum(p.numel for p in alone.block("layers.60").parameters)
+    assert module == layer + 2 * hidden * hidden + 3 * hidden  # enorm, hnorm, shared_head.norm
+    assert (alone.num_parameters, module) == (671_026_419_200, 11_610_068_224)
+    published = both.num_parameters + 2 * both.vocab * hidden  # safetensors: 684.53B with the scales of fp8 blocks
+    assert published == 684_489_845_504
 
 
 def test_a_token_of_deepseek_v3_meets_37_billion_parameters() -> None:

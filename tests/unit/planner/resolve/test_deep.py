@@ -41,7 +41,7 @@ def test_a_block_named_again_is_the_block_made_for_its_place():
     config = Config()
     config.model = replace(config.model, layers=7, experts=4, expert_period=3, dense_layers=1, shared_experts=1)
     spec = gpt.MODEL.make(config, 256)
-    assert spec.blocks[1:-1] == tuple(gpt._block(index, config.model) for index in range(7))
+    assert spec.blocks[1:-1] == tuple(gpt._block(f"layers.{index}", index, config.model) for index in range(7))
 
 
 @pytest.mark.parametrize("overrides", [{}, {"pp": 3}, {"pp": 2, "strategy.pipeline.kind": "interleaved", "tp": 2}])
