@@ -83,7 +83,9 @@ def _read_on(device: str, config: Config, vocab: int) -> ModelSpec:
     for pair in (tied := _tied(module)):
         outside = [name for name in pair if not any(name.startswith(f"{block.name}.") for block in blocks)]
         if len(outside) == 1:
-            raise undefined(f"parameter {outside[0]} is in no block, and tied to one of a block", "leave model.blocks out")
+            raise undefined(
+                f"parameter {outside[0]} is in no block, and tied to one of a block", "leave model.blocks out"
+            )
     norms = (part.kind for part in module.modules() if isinstance(part, layers.HiddenNorm))
     spec = ModelSpec(
         name=config.model.preset,
