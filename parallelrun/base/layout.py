@@ -69,8 +69,9 @@ class Layout:
         lengths = []
         for length, axes in zip(shape, self.dims, strict=True):
             for axis in axes:
-                size = -(-length // sizes.get(axis, 1))
-                length = max(0, min(size, length - size * coordinate.get(axis, 0)))
+                if (parts := sizes.get(axis, 1)) > 1:
+                    size = -(-length // parts)
+                    length = max(0, min(size, length - size * coordinate.get(axis, 0)))
             lengths.append(length)
         return tuple(lengths)
 

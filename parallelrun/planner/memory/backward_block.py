@@ -31,6 +31,11 @@ class BackwardBlock:
     on_host: int = 0
     beside: int = 0
 
+    @property
+    def apart(self) -> int:
+        """Bytes from a pass for input gradients to that for weights, beyond `kept`."""
+        return self.again + sum(layer.reads for layer in self.passes)
+
     def working_bytes(self, accumulates: bool) -> int:
         """The peak of the pass beyond `kept`.
 
@@ -44,11 +49,6 @@ class BackwardBlock:
             produced += layer.weights if accumulates else 0
             remaining -= layer.kept
         return self.again + self.beside + most
-
-    @property
-    def apart(self) -> int:
-        """Bytes that the block holds beyond `kept` from its pass for input gradients to that for weights."""
-        return self.again + sum(layer.reads for layer in self.passes)
 
     @property
     def input_bytes(self) -> int:
@@ -72,6 +72,12 @@ class BackwardBlock:
             most = max(most, layer.arriving + layer.giving + weights - freed)
             freed += layer.kept
         return self.again + self.beside + most
+
+
+def bytes_behind(passes: Sequence[LayerBackward]) -> int:
+    """Bytes saved behind the last layer with weights, as for the loss: freed when a pass for input gradients ends."""
+    last = max((place for place, layer in enumerate(passes) if layer.weights), default=len(passes))
+    return sum(layer.kept for layer in passes[last + 1 :])
 
 
 def backward_blocks(names: Sequence[str], plan: Plan, receives: bool) -> list[BackwardBlock]:

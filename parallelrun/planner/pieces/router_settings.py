@@ -33,6 +33,7 @@ MODEL = "model=moe_gpt"  # a preset with experts
 # Keys of `model`.
 OF_EXPERTS = ("expert_bias", "expert_ffn", "expert_period", "dense_layers", "shared_experts", "shared_gate")
 CHOICES_OF = {"gshard": 2, "switch": 1}  # experts per token of the kinds that fix it
+OURS = tuple(name.partition(".")[2] for name in registry.STRATEGIES if name.startswith("expert."))  # dispatchers
 
 
 def fold(config: Config, user_keys: frozenset[str]) -> tuple[ModelConfig, list[Problem]]:
@@ -132,8 +133,7 @@ def dispatcher(config: Config, spec: ModelSpec) -> type[ExpertDispatcher]:
         return expert_dispatcher(config.strategy.expert.kind)
     assert spec.router is not None
     needs_capacity = spec.router.limited and config.strategy.expert.tp != 1
-    names = [name.partition(".")[2] for name in registry.STRATEGIES if name.startswith("expert.")]
-    return next(cls for cls in map(expert_dispatcher, names) if cls.needs_capacity == needs_capacity)
+    return next(cls for cls in map(expert_dispatcher, OURS) if cls.needs_capacity == needs_capacity)
 
 
 def check(request: Request, parts: int) -> list[Problem]:

@@ -141,9 +141,17 @@ def held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
 
 def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
     data, pp_rank = plan.data, coordinate["pp"]
+    weights, gradients, states = parameters_bytes(plan, coordinate)
+    weights += data.gathered_bytes(pp_rank, coordinate, plan)
+    gradients += data.held_bytes(pp_rank, coordinate, plan) if plan.num_data_ranks > 1 or plan.servers else 0
+    return weights, gradients, states
+
+
+def parameters_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
+    """The `parameter_bytes` of all parameters of a rank."""
     weights = gradients = states = 0
     sizes: dict[object, tuple[int, int, int]] = {}  # several stages of a rank have equal parameters
-    for parameter, count in distinct_parameters(plan, pp_rank):
+    for parameter, count in distinct_parameters(plan, coordinate["pp"]):
         spec, layout = parameter.spec, parameter.layout
         key = spec.shape, spec.layer_role, spec.heads, spec.frozen, spec.stored, layout, update_rule(spec, plan)
         if key not in sizes:
@@ -152,8 +160,6 @@ def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
         weights += count * weight
         gradients += count * gradient
         states += count * state
-    weights += data.gathered_bytes(pp_rank, coordinate, plan)
-    gradients += data.held_bytes(pp_rank, coordinate, plan) if plan.num_data_ranks > 1 or plan.servers else 0
     return weights, gradients, states
 
 

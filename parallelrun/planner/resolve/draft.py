@@ -19,6 +19,7 @@ from parallelrun.planner.contract.degrees import Degrees
 from parallelrun.planner.contract.optimizers import OPTIMIZERS, filled_lr_scale
 from parallelrun.planner.contract.plan import BatchSizes, Equivalence, Plan, SampleSets, Stage
 from parallelrun.planner.contract.request import Request
+from parallelrun.planner.contract.tensor_strategy import TensorStrategy
 from parallelrun.planner.model import definitions
 from parallelrun.planner.model.model_spec import MEASURED, ModelSpec
 from parallelrun.planner.pieces import batch as batches
@@ -116,9 +117,14 @@ class PlanDraft:
         return tuple(Stage(i, pp_rank(i, request.pp), names) for i, names in enumerate(cuts)), problems
 
     def plan(
-        self, request: Request, stages: tuple[Stage, ...], sets: SampleSets | None = None, notes: tuple[str, ...] = ()
+        self,
+        request: Request,
+        stages: tuple[Stage, ...],
+        sets: SampleSets | None = None,
+        notes: tuple[str, ...] = (),
+        tensor: TensorStrategy | None = None,
     ) -> Plan:
-        """The plan of a request without violations."""
+        """The plan of a request without violations. tensor: its resolved tensor strategy, if known."""
         config, degrees, strategies = self.config, self.degrees, self.strategies
         ep_axes = strategies.expert.mesh_dims(request) if strategies.expert else ((), ())
         data = strategies.data.resolve(request)
@@ -131,7 +137,7 @@ class PlanDraft:
             mesh=context_axes.mesh_shape(request.pp, data_axes, context, ep_axes, tensor_axes),
             batch=request.batch,
             data=data,
-            tensor=strategies.tensor.resolve(request),
+            tensor=tensor or strategies.tensor.resolve(request),
             pipeline=strategies.pipeline.resolve(request),
             stages=stages,
             spec=request.spec,

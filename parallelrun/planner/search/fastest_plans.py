@@ -173,25 +173,20 @@ class _Searched:
         """Return the entries that replace `waiting` in the queue, with closer bounds: the candidates of a row,
         or the same candidate with its data communication or its time."""
         row, data = waiting.row, waiting.data
-        if row.is_rough:
-            closer = self.first_pass.closer(row)
-            return [(closer.least_s, _Waiting(closer))]
         if data is None:
             entries: list[tuple[float, _Waiting]] = []
             bounds: dict[bool, float] = {}  # by whether weights are sharded: else a schedule takes equally long
-            datas, fitting, kept = self.first_pass.memory(row)
+            datas, fitting = self.first_pass.memory(row)
             self.num_heavy += len(row.group.datas) - fitting
             for _, data in datas[:fitting]:
                 shards = data_strategy(data.kind).shards_weights
                 if shards not in bounds:
                     bounds[shards] = self.times.least_s(self._plan(row, data)) or 0.0
                 entries.append((bounds[shards], _Waiting(row, data)))
-            if fitting or self.first_pass.is_sifted:
-                self.heavy += [(held + kept, row, data) for held, data in datas[fitting:]]
+            self.heavy += [(least, row, data) for least, data in datas[fitting:]]
             return entries
         plan = self._plan(row, data)
-        least = prediction.least_bytes(plan, self.limit) if waiting.is_bounded else self._least_bytes(row, plan)
-        if least > self.limit:
+        if waiting.is_bounded and (least := prediction.least_bytes(plan, self.limit)) > self.limit:
             self.num_heavy += 1
             self.heavy.append((least, row, data))
             return []
@@ -200,11 +195,6 @@ class _Searched:
             self._leave(plan, (row, data))
             return []
         return [(time.step_s, _Waiting(row, data, True, time if waiting.is_bounded else None))]
-
-    def _least_bytes(self, row: CandidateRow, plan: Plan) -> int:
-        """A lower bound of memory, with all that the fullest pp rank holds throughout a step."""
-        rank = plan.mesh.rank(pp=self.first_pass.bounds.fullest(row.group)[0])
-        return sum(prediction.held_bytes(plan, plan.mesh.coordinate(rank))) + self.first_pass.memory(row).kept
 
     def _plan(self, row: CandidateRow, data: DataStrategyConfig) -> Plan:
         return self.legal.plan(row.group, row.micro_batch, row.recompute, data)
@@ -238,9 +228,8 @@ class _Searched:
         left = MOST_NEAR
         while heavy and left > 0 and not (nearest and heavy[0][0] >= nearest.heaviest_bytes):
             _, number, row, data, is_close = heapq.heappop(heavy)
-            if row.least_s >= limit:
+            if row.least_s >= limit or (self.times.least_s(plan := self._plan(row, data)) or 0.0) >= limit:
                 continue
-            plan = self._plan(row, data)
             least = self.times.step_time(plan, least=True)
             if least is None or least.step_s >= limit:
                 continue

@@ -5,25 +5,24 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import NamedTuple
 
 from parallelrun.config.schema.run_schema import DataStrategyConfig
-from parallelrun.planner.contract.plan import once
-from parallelrun.planner.search.bounds import Bounds
+from parallelrun.planner.search.bounds import Bounds, with_plain_schedule
+from parallelrun.planner.search.fitting_plans import NEVER
 from parallelrun.planner.search.legal import Legal, LegalGroup
 
 MOST_SIFTED = 2000  # candidates up to which bounds are computed of those, too, that need too much memory for certain
 
 
 class CandidateRow(NamedTuple):
-    """Candidates that differ in the data strategy alone. least_s: a lower bound of a step. is_rough: it is that of a
-    schedule that does not split backward, and `FirstPass.closer` gives a closer one."""
+    """Candidates that differ in the data strategy alone. least_s: a lower bound of a step."""
 
     group: LegalGroup
     micro_batch: int
     recompute: str
     least_s: float
-    is_rough: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, str]:
@@ -33,13 +32,11 @@ class CandidateRow(NamedTuple):
 
 
 class RowMemory(NamedTuple):
-    """Lower bounds of the memory of a row. datas: data strategies with the bytes that the fullest pp rank holds at
-    least, the least first; none where `kept` alone does not fit and the space is large. fitting: how many of them may
-    fit. kept: bytes for backward."""
+    """Lower bounds of the memory of a row. datas: data strategies with the bytes of the rank that holds most, the least
+    first; none where saved activations alone do not fit and the space is large. fitting: how many of them may fit."""
 
-    datas: tuple[tuple[int, DataStrategyConfig], ...]
+    datas: list[tuple[int, DataStrategyConfig]]
     fitting: int
-    kept: int
 
 
 class FirstPass:
@@ -48,22 +45,16 @@ class FirstPass:
     def __init__(self, legal: Legal, bounds: Bounds, limit: float):
         self._legal, self.bounds, self._limit = legal, bounds, limit
         self._recomputes = legal.space.recomputes()
-        self._held: dict[object, Any] = {}
         self.considered = 0
         self.rows = [row for group in legal.groups() for row in self._rows(group)]
         self.is_sifted = self.considered <= MOST_SIFTED
 
     def _rows(self, group: LegalGroup) -> Iterator[CandidateRow]:
         self.considered += len(group.datas) * len(group.micro_batches) * len(self._recomputes)
-        plain = self.bounds.with_plain_schedule(group)
+        plain = with_plain_schedule(group)
         for size in group.micro_batches:
             for recompute, least_s in zip(self._recomputes, self._least_s(group, plain, size)):
-                yield CandidateRow(group, size, recompute, least_s, plain is not group)
-
-    def closer(self, row: CandidateRow) -> CandidateRow:
-        """The row with a bound that is of its own schedule."""
-        least_s = self._least_s(row.group, row.group, row.micro_batch)[self._recomputes.index(row.recompute)]
-        return row._replace(least_s=max(row.least_s, least_s), is_rough=False)
+                yield CandidateRow(group, size, recompute, least_s)
 
     @cached_property
     def may_fit(self) -> int:
@@ -72,21 +63,10 @@ class FirstPass:
 
     def memory(self, row: CandidateRow) -> RowMemory:
         """Bound the memory of a row."""
-        bounds, (group, size, recompute, *_) = self.bounds, row
-        several = self._legal.space.global_batch // group.dp > size
-
-        def held() -> tuple[tuple[int, DataStrategyConfig], ...]:
-            every = ((bounds.held_bytes(group, data, several), data) for data in group.datas)
-            return tuple(sorted(every, key=lambda item: item[0]))
-
-        flight, kept, plain = bounds.in_flight(group, size), 0, bounds.with_plain_schedule(group)
-        for alike in ((plain,) if plain is group else (plain, group)) if flight else ():
-            each, beside = bounds.kept_bytes(alike, size, recompute)
-            kept = flight * each + (0 if group.schedule.splits_backward else max(0, beside))
-            if kept > self._limit and not self.is_sifted:
-                return RowMemory((), 0, kept)
-        datas = once(self._held, (id(group), several), held)
-        return RowMemory(datas, bisect_right(datas, self._limit - kept, key=lambda item: item[0]), kept)
+        limit = NEVER if self.is_sifted else self._limit
+        bounds = zip(self.bounds.num_bytes(row.group, row.micro_batch, row.recompute, limit), row.group.datas)
+        datas = sorted(bounds, key=itemgetter(0))
+        return RowMemory(datas, bisect_right(datas, self._limit, key=itemgetter(0)))
 
     def _least_s(self, group: LegalGroup, alike: LegalGroup, micro_batch: int) -> list[float]:
         """Lower bounds of a step by recomputation, with the blocks of `alike`."""

@@ -140,10 +140,12 @@ class Legal:
         draft = PlanDraft(self._config(group, data), self.spec, degrees, self._classes(group, data.kind))
         request = replace(self.request(group, draft.config, self.spec), batch=self._batch(group, micro_batch))
         sets = draft.sample_sets(request)[0] if self._has_sets else None
-        plan = draft.plan(request, self.stages(group)[0], sets)
-        key = "weights", plan.tensor, plan.data, plan.mesh, group.virtual_stages, group.pipeline.kind
-        of_block = "blocks", tensor_of(group), micro_batch
-        vars(plan).update(weights_cache=once(self._cache, key, dict), blocks_cache=once(self._cache, of_block, dict))
+        of_block = tensor_of(group), micro_batch
+        tensor = once(self._cache, ("tensor", *of_block), partial(draft.strategies.tensor.resolve, request))
+        plan = draft.plan(request, self.stages(group)[0], sets, tensor=tensor)
+        key = "weights", tensor, plan.data, plan.mesh, group.virtual_stages, group.pipeline.kind
+        of_plan = once(self._cache, key, dict)
+        vars(plan).update(weights_cache=of_plan, blocks_cache=once(self._cache, ("blocks", *of_block), dict))
         return plan
 
     def _legal(self, group: LegalGroup) -> LegalGroup | None:
@@ -216,22 +218,24 @@ class Legal:
         legal, removed = [], []
         for size in group.micro_batches:
             count = self.space.global_batch // group.dp // size
-            key = "batch", group.pp, group.virtual_stages, group.pipeline.kind, count
-            of_experts = (size, group.ep) if group.ep > 1 else ()
+            check = partial(self._of_batch, group, size)
+            of_stages = "batch", group.pp, group.virtual_stages, group.pipeline.kind, count
+            of_experts = "experts", group.ep, size, count
             if size % parts:
                 message = f"micro_batch={size} does not divide into {parts} parts"
                 removed.append((LAYOUT, 1, Problem(message, "micro_batch", f"micro_batch={parts}")))
-            elif problems := once(self._cache, (*key, of_experts), partial(self._of_batch, group, size)):
+            elif problems := once(self._cache, of_stages, check) or once(self._cache, of_experts, partial(check, True)):
                 removed.append((SCHEDULE, 1, problems[0]))
             else:
                 legal.append(size)
         return legal, removed
 
-    def _of_batch(self, group: LegalGroup, size: int) -> list[Problem]:
+    def _of_batch(self, group: LegalGroup, size: int, of_experts: bool = False) -> list[Problem]:
         request = self.request(group, self._config(group, group.datas[0]), self.small)
         classes, filled = self._classes(group, group.datas[0].kind), replace(request, batch=self._batch(group, size))
-        problems = classes.pipeline.check(filled) + check_length(filled)
-        return problems + (classes.expert.check(filled) if classes.expert else [])
+        if of_experts:
+            return classes.expert.check(filled) if classes.expert else []
+        return classes.pipeline.check(filled) + check_length(filled)
 
     @once_for(*OF_TENSOR, "dp", "ep", "expert.tp", "has_pipeline")
     def _datas(self, group: LegalGroup) -> Checked:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from parallelrun.base.layout import Layout
 from parallelrun.planner.contract.data_strategy import Bucket, DataStrategy, FlattenedDims, MeshDims
@@ -38,7 +39,7 @@ class Unit:
     reshard: bool
     axis: str = DP
 
-    @property
+    @cached_property
     def rounded(self) -> bool:
         """Gathered in the compute dtype instead of the stored one. A weight of two stages is not: both cast it."""
         roles = {parameter.spec.layer_role for parameter in self.parameters}
@@ -53,7 +54,7 @@ class Unit:
         inner = self.parameters[0].name.rpartition(".")[0]
         return inner.rpartition(".")[0] if self.kind == EXPERTS else inner
 
-    @property
+    @cached_property
     def trained(self) -> Unit:
         """The unit without its frozen parameters: what is reduced."""
         return replace(self, parameters=tuple(p for p in self.parameters if not p.spec.frozen))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import dropwhile
 from math import prod
 
@@ -62,11 +63,11 @@ def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rate
         _add_others(forward, backward, block, plan, cluster, rates)
     _add_streaming(forward, backward, shapes, block, plan, rates)
     time = BlockTime(forward, backward, _recomputed(shapes, block, forward, plan, linear))
-    calls = [0.0, 0.0]
-    checks = [0.0, 0.0]
+    calls, checks = [0.0, 0.0], [0.0, 0.0]
+    sent_s = cache(partial(collective_s, plan=plan, cluster=cluster, rates=rates))  # many layers send alike
     for kind, parts, row, share in _traffic(block, plan, time):
         crossing = experts.sent(row, plan, cluster) if kind == EXPERT else 1.0
-        seconds = collective_s(row, plan, cluster, rates, crossing)
+        seconds = sent_s(row, crossing=crossing)
         if seconds is None:
             return None
         if kind == EXPERT and not rates.synchronous:

@@ -82,7 +82,7 @@ def test_no_block_needs_less_than_its_bound_whether_its_second_forward_keeps_rou
     searched = engine._Searched(Legal(space, engine._spec(space), "cuda"), found.config.cluster, 3)
     bounds, spare = searched.first_pass.bounds, {}
     for row in searched.first_pass.rows:
-        _, bound = bounds.kept_bytes(row.group, row.micro_batch, row.recompute)
+        bound = bounds._of_backward(row.group, row.micro_batch, row.recompute).working
         for _, data in searched.first_pass.memory(row).datas:
             plan = searched._plan(row, data)
             own = backward_block(bounds._commonest, plan, keeps_rounded(plan)).working_bytes(accumulates=False)

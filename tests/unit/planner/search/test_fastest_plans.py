@@ -34,6 +34,16 @@ SPACES = {
     "gpt, no memory size": (4, (*GPT, "tp=1", "schedule=interleaved", "cluster.memory_gb=null")),
     "llama, sharded weights": (8, (*LLAMA, "tp=1", "pp=1", "strategy.data.kind=fsdp")),
     "llama, pipeline of shards": (8, (*LLAMA, "tp=2", "pp=2", "strategy.data.kind=fsdp", "micro_batch=1")),
+    "llama, many blocks": (
+        8, (LLAMA[0], *LLAMA[2:], "model.layers=16", "model.vocab=1024", "tp=1", "pp=2", "strategy.data.kind=fsdp",
+            "micro_batch=2"),
+    ),
+    "llama, sums in every pass": (
+        4, (*LLAMA, "tp=1", "pp=2", "schedule=zero_bubble", "strategy.data.kind=fsdp", "micro_batch=1",
+            "strategy.data.reduce_each_microbatch=true"),
+    ),
+    "gpt, muon": (4, (*GPT, "optimizer=muon", "tp=1", "pp=2", "micro_batch=1")),
+    "gpt, inputs on the host": (4, (*GPT, "recompute=offload", "tp=1", "micro_batch=1")),
     "bert, on ethernet": (4, (*BERT, "pp=1", "cluster.inter_gb_s=3", "cluster.gpus_per_node=2", "recompute=none")),
     "experts": (4, (*MOE, "tp=1", "pp=1")),
     "experts, ep given": (4, (*MOE, "ep=4", "micro_batch=1", "recompute=none")),
@@ -131,7 +141,10 @@ def test_what_the_user_has_given_holds_for_all_plans():
     assert changed and not changed & {"tp", "schedule", "strategy.data.kind"}
 
 
-NAMES = ["gpt, layouts", "gpt, one schedule", "llama, pipeline of shards", "experts", "dense layers, then experts"]
+NAMES = [
+    "gpt, layouts", "experts", "llama, sums in every pass", "gpt, muon", "gpt, inputs on the host",
+    "dense layers, then experts", "llama, many blocks",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -142,25 +155,25 @@ def test_no_bound_exceeds_what_it_bounds(name):
     found = engine._Searched(Legal(space, engine._spec(space), "cuda"), config.cluster, 3)
     closest = 0.0
     for row in found.first_pass.rows:
-        assert row.least_s <= found.first_pass.closer(row).least_s
-        for held, data in (memory := found.first_pass.memory(row)).datas:
+        for least, data in found.first_pass.memory(row).datas:
             plan = found._plan(row, data)
             tensors = prediction.heaviest(plan, config.cluster).tensors
-            assert held + memory.kept <= found._least_bytes(row, plan) <= tensors
+            assert least <= tensors
             assert prediction.least_bytes(plan, float("inf")) <= tensors
-            closest = max(closest, found._least_bytes(row, plan) / tensors)
+            closest = max(closest, least / tensors)
             exact = step_time(plan, config.cluster).step_s * (1 + ROUNDING)
             schedule_s = StepModel(config.cluster).least_s(plan) * (1 + ROUNDING)
-            assert found.first_pass.closer(row).least_s <= schedule_s <= exact * (1 + 1e-9)
-    assert closest > 0.4
+            assert row.least_s <= schedule_s <= exact * (1 + 1e-9)
+    assert closest > (0.9 if name == "llama, many blocks" else 0.2)
     found.first_pass.is_sifted = False
     for row in found.first_pass.rows:  # in a large space, only rows that fit by no means are left out early
         found.first_pass._limit = float("inf")
-        found.first_pass._limit = found.first_pass.memory(row).kept
         datas = found.first_pass.memory(row).datas
-        found.first_pass._limit += datas[-1][0]
+        found.first_pass._limit = datas[-1][0]
         assert found.first_pass.memory(row).fitting == len(datas)
-    assert name != NAMES[-1] or {found.first_pass.bounds.fullest(row.group)[0] for row in found.first_pass.rows} != {0}
+    assert name != NAMES[-2] or {found.first_pass.bounds.ranks(row.group)[-1][0] for row in found.first_pass.rows} != {
+        0
+    }
 
 
 @pytest.mark.parametrize(("per_node", "given", "degrees"), [
