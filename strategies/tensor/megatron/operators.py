@@ -113,8 +113,8 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         reducing = None
         if ctx.needs_input_grad[0]:
             shape = (*grads[0].shape[:-1], x.size(-1))
-            total = (float8.sum_of_products if ctx.in_float8 else sum_of_products)(operands, cast_all(weights, x.dtype))
-            reducing = _start_reduce(total.view(shape), ctx)
+            products = float8.sum_of_products if ctx.in_float8 else sum_of_products
+            reducing = _start_reduce(products(operands, cast_all(weights, x.dtype)).view(shape), ctx)
         gathered = gathering() if gathering else x
         rows: Any = gathered.flatten(0, -2)
         rows = float8.quantise(rows) if ctx.in_float8 else rows
