@@ -72,7 +72,8 @@ PACKED = {"dataset.pack": True}
 ONE_LAYER = {"model.layers": 1}
 GRID = {"model.layers": 1, "global_batch": 8}
 NARROW = {"tp": 2, "layout": "2d", "pp": 2, "global_batch": 8, "micro_batch": 2}
-CHUNKS: dict[str, Any] = {"model.vocab": 1024, "dataset.vocab": 1024, "loss_chunks": 7}
+LARGE: dict[str, Any] = {"model.vocab": 1024, "dataset.vocab": 1024}
+CHUNKS, AHEAD = {**LARGE, "loss_chunks": 7}, {"model.mtp_depth": 1}
 # The peak lies inside attention, where other ranks' keys pass by.
 LONG = GPT | {
     "model.layers": 1, "model.ffn": 32, "model.seq": 512, "model.vocab": 64, "dataset.vocab": 64, "global_batch": 2,
@@ -101,9 +102,9 @@ def pipeline(schedule: str) -> dict[str, Any]:
 
 PLANS: dict[str, dict[str, Any]] = {
     "gpt": GPT,
-    "gpt large vocabulary": GPT | {"model.vocab": 1024, "dataset.vocab": 1024},
+    "gpt large vocabulary": GPT | LARGE,
     # The gradients of the tied weight by head and by embedding, and their sum.
-    "gpt large vocabulary, few tokens": FEW | {"model.vocab": 1024, "dataset.vocab": 1024},
+    "gpt large vocabulary, few tokens": FEW | LARGE,
     "llama": LLAMA,
     "moe": MOE,
     "bert": BERT,
@@ -222,6 +223,18 @@ PLANS: dict[str, dict[str, Any]] = {
     "loss in chunks, fsdp bf16": GPT | CHUNKS | data("fsdp") | BF16,
     "loss in chunks, zero bubble bf16": GPT | CHUNKS | pipeline("zero_bubble") | BF16,
     "loss in chunks, 1f1b": GPT | CHUNKS | pipeline("1f1b") | {"model.layers": 1},
+    "loss in chunks, soft cap, tp bf16": LLAMA | CHUNKS | {"tp": 2, "model.logit_softcap": 3.0} | BF16,
+    "soft cap, large vocabulary, tp": LLAMA | LARGE | {"tp": 2, "model.logit_softcap": 3.0},
+    "z-loss bf16": LLAMA | LARGE | {"model.z_loss": 1e-3} | BF16,
+    "tokens ahead, large vocabulary": LLAMA | LARGE | AHEAD,
+    "two tokens ahead, tp, large vocabulary": LLAMA | LARGE | {"tp": 2, "model.mtp_depth": 2},
+    "tokens ahead, fsdp": LLAMA | AHEAD | data("fsdp"),
+    "tokens ahead, loss in chunks, tied bf16": GPT | AHEAD | CHUNKS | BF16,
+    "tokens ahead, 1f1b": LLAMA | AHEAD | pipeline("1f1b"),
+    "tokens ahead, moe full": MOE | AHEAD | FULL,
+    "moe, gated shared experts, tp sequence": MOE
+    | {"tp": 2, "model.shared_experts": 2, "model.shared_gate": True}
+    | SEQUENCE,
     "offload bf16": LLAMA | BF16 | MUON | {"recompute": "offload", "optimizer.offload": True},
     "offload, zbv": GPT | pipeline("zbv") | {"model.layers": 6, "recompute": "offload"},
     "zbv": GPT | pipeline("zbv") | {"model.layers": 4},
@@ -247,7 +260,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "muon, tp": GPT
     | MUON
     | {"tp": 2, "model.hidden": 128, "model.ffn": 512, "model.seq": 8, "global_batch": 2, "micro_batch": 1},
-    "fsdp, highest when the root is reduced": FEW | data("fsdp") | {"model.vocab": 1024, "dataset.vocab": 1024},
+    "fsdp, highest when the root is reduced": FEW | data("fsdp") | LARGE,
     "resnet, sets over replicas": SMALL_RESNET | data("ddp"),
     "resnet fp16, sets of a microbatch, x 1f1b": SMALL_RESNET | LOCAL | pipeline("1f1b") | FP16,
     # The first block saves the batch. The peak lies in a second forward, where sets are put together.
@@ -298,6 +311,10 @@ SELDOM = {
     "resnet offload bf16, several sets", "resnet, sets of a microbatch, tp", "moe 2d, ep over tp, full",
     "2d of one column bf16, few tokens", "2d of one row x 1f1b", "2d of one column x zero bubble selective",
     "moe, 2d of one row x 1f1b selective bf16",
+    "soft cap, large vocabulary, tp", "loss in chunks, soft cap, tp bf16", "z-loss bf16",
+    "tokens ahead, large vocabulary", "two tokens ahead, tp, large vocabulary", "tokens ahead, 1f1b",
+    "tokens ahead, fsdp", "tokens ahead, loss in chunks, tied bf16", "tokens ahead, moe full",
+    "moe, gated shared experts, tp sequence",
 }  # fmt: skip
 # Of four microbatches without a pipeline, the last two only repeat the second.
 PLANS = {name: _shorter(overrides) for name, overrides in PLANS.items() if matrix.FULL or name not in SELDOM}
