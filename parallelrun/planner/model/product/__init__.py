@@ -148,8 +148,8 @@ def transfers(
     """Every collective of one product, forward and backward, padding of uneven rows of W included.
 
     m, k, n: global rows and features (k = vocabulary and n = hidden for a lookup). save_gathered: backward uses the
-    tensors that forward gathered instead of gathering them again. input_gradient: False if X is the model's own input. within_rank: also over axes of
-    one rank, where panels are copied.
+    tensors that forward gathered instead of gathering them again. input_gradient: False if X is the model's own input.
+    within_rank: also over axes of one rank, where panels are copied.
     """
     flags = save_gathered, input_gradient, weight_gradient, within_rank
     return list(_transfers(product, (m, k, n), tuple(sizes.items()), flags))
