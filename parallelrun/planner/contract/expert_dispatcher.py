@@ -65,7 +65,7 @@ class ExpertDispatcher(AxisStrategy):
 
     @abstractmethod
     def num_computed(self, plan: Plan) -> int:
-        """Return the rows that a rank's experts compute of one microbatch, empty slots included, under an even load."""
+        """Return the rows that the experts of the busiest rank of ep compute of one microbatch, empty slots included."""
 
     @abstractmethod
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:

@@ -65,6 +65,12 @@ class Rows(NamedTuple):
         """The largest number of rows possible."""
         return self.even if self.most is None else self.most
 
+    def busiest(self, plan: Plan) -> int:
+        """Return the rows of the rank of ep that has most under the declared imbalance; every expert has as many where
+        it chooses its tokens."""
+        imbalance = 1.0 if router_of(plan).kind == "expert_choice" else plan.stack.expert_imbalance
+        return min(self.bound, round(self.even * imbalance))
+
 
 @dataclass(frozen=True)
 class AllToAllDispatcher(ExpertDispatcher):
@@ -103,7 +109,7 @@ class AllToAllDispatcher(ExpertDispatcher):
         """Return the bytes of one layer's indices by which rows are reordered."""
 
     def num_computed(self, plan: Plan) -> int:
-        return self.rows(plan)[-1].even
+        return self.rows(plan)[-1].busiest(plan)
 
     def counts_bytes(self, plan: Plan) -> int:
         """Return the bytes that announce the number of rows per microbatch and level; 0 where none are sent."""
@@ -128,7 +134,7 @@ class AllToAllDispatcher(ExpertDispatcher):
         return [row for row in sent if row.calls]
 
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
-        """Count the indices by which rows are put into slots or sorted on arrival, for an even load.
+        """Count the indices by which rows are put into slots or sorted on arrival.
 
         The tensor strategy counts all else that a layer keeps, for `num_computed` rows.
         """
@@ -141,7 +147,7 @@ class AllToAllDispatcher(ExpertDispatcher):
         results that come back; where a slice of the tokens was taken, what it was taken of; of a grid, whose norms keep
         their results, the norm's input and what its weights gave."""
         has_experts = any(layer.layer_role == "expert" for layer in block.layers)
-        back, *_, arrived = (rows.even for rows in self.rows(plan))
+        back, arrived = self.rows(plan)[0].even, self.num_computed(plan)
         whole = plan.num_rows * (self.spans_tp and not plan.tensor.slices_tokens)
         whole += 0 if plan.tensor.is_one_dimensional else 2 * plan.num_rows // plan.mesh.size(TP)
         return (3 * arrived + back + whole) * plan.spec.hidden * BYTES[plan.precision.compute] * has_experts

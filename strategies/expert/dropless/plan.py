@@ -30,4 +30,4 @@ class DroplessDispatcher(common.AllToAllDispatcher):
 
     def index_bytes(self, plan: Plan) -> int:
         """Rows are sorted by expert on arrival and between two levels: the source and the destination of each."""
-        return sum(2 * rows.even * common.INDEX_BYTES for rows in self.rows(plan)[1:])
+        return sum(2 * rows.busiest(plan) * common.INDEX_BYTES for rows in self.rows(plan)[1:])
