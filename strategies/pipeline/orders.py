@@ -6,12 +6,12 @@ forward, B a full backward, I a backward for inputs only, W for weights only. On
 to W (no input gradient is sent), so I costs nothing there.
 
 Sources: GPipe (Huang 2019, section 2); 1F1B and interleaving (Narayanan 2021, section 2.2); ZB1P and ZB-V (Qi 2023,
-sections 3 and 6).
+sections 3 and 6); DualPipeV (DeepSeek-AI 2024, section 3.2.1, and its repository DualPipe).
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -68,6 +68,41 @@ def zbv(rank: int, pp: int, virtual_stages: int, num_microbatches: int) -> Order
     """ZB-V: two virtual stages in a V, for at least 2 pp - 1 microbatches; the order omits those that do not exist."""
     order = _v_order(rank, pp, max(2 * pp - 1, num_microbatches))
     return tuple(action for action in order if action.microbatch < num_microbatches)
+
+
+def dualpipev(rank: int, pp: int, virtual_stages: int, num_microbatches: int, drains_split: bool = True) -> Order:
+    """DualPipe cut in half; ZB-V for fewer than 2 pp microbatches. An F and the B behind it are a pair: each is on
+    another virtual stage of the V, and waits for no result of the other. Backward is split before the pairs and, with
+    drains_split, in the second half of what follows them."""
+    if num_microbatches < 2 * pp:
+        return zbv(rank, pp, virtual_stages, num_microbatches)
+    down, up, later = rank, 2 * pp - 1 - rank, pp - 1 - rank
+    kinds = [("F", down)] * (2 * later)
+    kinds += [("F", down), ("F", up)] * (rank + 1)
+    kinds += [("I", up), ("W", up), ("F", up)] * later
+    kinds += [("F", down), ("B", up), ("F", up), ("B", down)] * (num_microbatches - 2 * pp + rank + 1)
+    kinds += [("B", up), ("F", up), ("B", down)] * later
+    last = "I" if drains_split else "B"
+    kinds += [("B" if number <= rank else last, stage) for number, stage in enumerate((up, down) * (rank + 1))]
+    kinds += [("W", down), (last, down)] * later
+    order: list[Action] = []
+    numbers: Counter[tuple[bool, int]] = Counter()  # passes so far, by (is forward, stage)
+    waiting: deque[Action] = deque()  # W of every I so far: the oldest comes first, whatever its stage
+    for kind, stage in kinds:
+        if kind != "W":
+            microbatch = numbers[kind == "F", stage]
+            numbers[kind == "F", stage] += 1
+            order.append(_new(Action, (kind, stage, microbatch)))
+            if kind == "I":
+                waiting.append(_new(Action, ("W", stage, microbatch)))
+        elif waiting:
+            order.append(waiting.popleft())
+    return (*order, *waiting)
+
+
+def dualpipev_recomputed(rank: int, pp: int, virtual_stages: int, num_microbatches: int) -> Order:
+    """`dualpipev` where backward computes activations again: a rank would keep them between an I and a late W."""
+    return dualpipev(rank, pp, virtual_stages, num_microbatches, drains_split=False)
 
 
 def of_ranks(order: RankOrder, pp: int, virtual_stages: int, num_microbatches: int) -> Orders:

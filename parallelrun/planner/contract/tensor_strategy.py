@@ -39,6 +39,7 @@ class LayerBackward:
     and gives, and those that wait for an earlier layer meanwhile. scratch: what only it needs. weights: the gradient of
     its weights, in their dtype. reads: the gradient of its output, from which the weights' one is computed: where
     that is done apart (zero bubble), it stays until then. in_forward: what the last layer needs at the end of forward.
+    stops: rows of experts are sent before it in forward, and behind it in backward.
     """
 
     kept: int = 0
@@ -48,6 +49,7 @@ class LayerBackward:
     weights: int = 0
     reads: int = 0
     in_forward: int = 0
+    stops: bool = False
 
 
 @dataclass(frozen=True)

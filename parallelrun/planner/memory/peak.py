@@ -20,6 +20,7 @@ from parallelrun.planner.contract.memory import Memory
 from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters, element_bytes
 from parallelrun.planner.contract.pipeline_schedule import Action
 from parallelrun.planner.contract.plan import Plan, Stage, Value, once
+from parallelrun.planner.memory import paired_passes
 from parallelrun.planner.memory.backward_block import backward_blocks
 from parallelrun.planner.pieces import orthogonalising
 
@@ -95,9 +96,10 @@ class ScheduleTraversal:
         apart = 0  # of microbatches whose weight gradients are not computed yet, beside what is saved for them
         bytes_apart = {index: self._apart(index) for index in self._blocks}
         bytes_behind = {index: self._behind(index) for index in self._blocks}
-        data, peak = self._plan.data, Memory(0, 0, 0, 0)
+        data, peak, before = self._plan.data, Memory(0, 0, 0, 0), ""
         reducing = {index: data.reducing_bytes(index, self._coordinate, self._plan) for index in self._blocks}
         for (kind, index, _), activations in self._live_bytes(has_messages):
+            paired, before = self._plan.pipeline.overlaps_passes and before + kind == "FB", kind
             has_input_gradient = index > 0
             split = kind in "IW" and has_input_gradient
             if kind == "F" and not self._in_forward[index]:
@@ -109,7 +111,9 @@ class ScheduleTraversal:
                 if kind == "F":
                     beyond = self._end_of_forward(index, number)
                 else:
-                    beyond = self._of_weights(index, kind, number) if split else self._beyond_kept(index, number)
+                    beyond = (
+                        self._of_weights(index, kind, number) if split else self._beyond_kept(index, number, paired)
+                    )
                 temporary = batch + apart + beyond
                 if gradients + activations + temporary > peak.tensors:
                     peak = Memory(0, gradients, 0, activations, temporary)
@@ -120,7 +124,7 @@ class ScheduleTraversal:
                 apart -= bytes_behind[index]
             if kind == "W" and has_input_gradient:
                 apart -= bytes_apart[index] - bytes_behind[index]
-            if kind == "W" and (sizes := reducing[index]) is not None:
+            if kind in "BW" and (sizes := reducing[index]) is not None:
                 left, temporary = activations - self._kept[index], batch + apart + self._complete(index) + sizes[0]
                 if gradients + left + temporary > peak.tensors:
                     peak = Memory(0, gradients, 0, left, temporary)
@@ -196,11 +200,13 @@ class ScheduleTraversal:
         """Bytes of gradients of a stage whose backward has run, unless the data strategy takes them away."""
         return sum(self._gradients[index]) if self._waiting[index] is None else 0
 
-    def _beyond_kept(self, index: int, number: int) -> int:
-        """The peak of backward pass `number` of a stage beyond the saved activations of all microbatches in flight."""
+    def _beyond_kept(self, index: int, number: int, paired: bool) -> int:
+        """The peak of backward pass `number` of a stage beyond the saved activations of all microbatches in flight.
+        paired: it takes turns with the forward pass of the rank's other stage."""
         middle = 0 < number < self._plan.batch.microbatches - 1  # all equal from the third on
         number = min(number, 2) if middle else number
-        return self._once("beyond", index, number, partial(self._compute_beyond, index, number))
+        compute = self._compute_paired if paired else self._compute_beyond
+        return self._once(f"beyond{paired}", index, number, partial(compute, index, number))
 
     def _end_of_forward(self, index: int, number: int) -> int:
         """The bytes at the end of a stage's forward pass before its backward pass `number`, beyond what the forward
@@ -225,6 +231,11 @@ class ScheduleTraversal:
             most = max(most, closing[i] - freed) if closing else most
             produced += gradients[i] if accumulates else left[i]
         return most
+
+    def _compute_paired(self, index: int, number: int) -> int:
+        (forward,) = (blocks for other, blocks in self._blocks.items() if other != index)
+        produced = self._left(index) if number else self._gradients[index]
+        return paired_passes.beyond_kept(self._blocks[index], forward, produced, number == 0)
 
     def _left(self, index: int) -> list[int]:
         """Bytes, by block of a stage, of gradients that wait for the block that shares the weight: autograd adds both

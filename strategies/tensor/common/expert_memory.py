@@ -105,10 +105,11 @@ def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> t
             max(opening) * rounded,
             (sum(opening) + sum(biases)) * stored,
             opened,
+            stops=True,
         ),
         LayerBackward(between - result, waiting + inside, opened, activation_scratch(inside, plan)),
         LayerBackward(result, waiting + rows_bytes, inside + again, closing * rounded, closing * stored, rows_bytes),
-        LayerBackward(rows_bytes + own * compute, waiting, rows_bytes, rows_bytes),
+        LayerBackward(rows_bytes + own * compute, waiting, rows_bytes, rows_bytes, stops=True),
     )
 
 

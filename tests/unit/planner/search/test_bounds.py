@@ -18,7 +18,7 @@ from parallelrun.planner.search.space import Space
 from tests.plans import tiny_plan
 from tests.unit.config.test_presets import composed
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
 
 
 def planned(schedule: str, pp: int, rounds: int, data: str = "ddp", recompute: str = "none"):
