@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.wording import divisors, nearest
@@ -13,6 +14,8 @@ from . import orders
 from .orders import Orders
 from .schedule import Schedule
 
+# Where backward computes activations again: a rank would keep them between an I and a late W.
+DRAINING_WHOLE = partial(orders.dualpipev, drains_split=False)
 MOST_CHOSEN = 8  # stages per rank that a search tries
 
 
@@ -243,7 +246,7 @@ class DualPipeV(ZBV):
     overlaps_passes = True
 
     def order_of_ranks(self, plan: Plan) -> orders.RankOrder:
-        return orders.dualpipev_recomputed if plan.runs_again else orders.dualpipev
+        return DRAINING_WHOLE if plan.runs_again else orders.dualpipev
 
     @classmethod
     def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int, rank: int = 0) -> int:

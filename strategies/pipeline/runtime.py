@@ -13,7 +13,7 @@ from parallelrun.distributed import torch_private
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.models import recompute
 from parallelrun.models.network import Network
-from parallelrun.planner.contract.pipeline_schedule import Action, is_pair
+from parallelrun.planner.contract.pipeline_schedule import is_pair
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.training.loop.pipeline_runner import PipelineRunner
 from parallelrun.training.loop.reader import Batch
@@ -110,8 +110,10 @@ class ScheduleRunner(PipelineRunner):
             ScheduledStage(part, index, plan, mesh.device, group.process_group, self._sends, self._actions, mesh.turns)
             for index, part in zip(indices, model_parts, strict=True)
         ]
-        if schedule.overlaps_passes:
-            _join_pairs(schedule.order(plan, group.index), dict(zip(indices, self._stages)))
+        by_index = dict(zip(indices, self._stages))
+        for forward, backward in pairwise(schedule.order(plan, group.index)) if schedule.overlaps_passes else ():
+            if is_pair(forward, backward):
+                by_index[forward.stage].partners[forward.microbatch] = by_index[backward.stage], backward.microbatch
         self._inputs_here = indices[0] == 0
         self._losses_here = indices[-1] == len(plan.stages) - 1
         steps = [[(step.kind, step.stage, step.microbatch) for step in order] for order in schedule.steps(plan)]
@@ -138,13 +140,6 @@ class ScheduleRunner(PipelineRunner):
 
     def last_actions(self) -> dict[str, Any]:
         return self._actions.record()
-
-
-def _join_pairs(order: Sequence[Action], stages: dict[int, ScheduledStage]) -> None:
-    """Let the pairs of this rank's actions run together. stages: by index."""
-    for forward, backward in pairwise(order):
-        if is_pair(forward, backward):
-            stages[forward.stage].partners[forward.microbatch] = stages[backward.stage], backward.microbatch
 
 
 def _total(losses: list[Tensor], device: torch.device) -> Tensor:

@@ -56,7 +56,7 @@ class _Plain(nn.Module):
     stage's output until its backward: a loss is small, whereas logits hold a vocabulary per token.
     """
 
-    def __init__(self, part: Network, is_last: bool, before_loss: Callable[[], None]):
+    def __init__(self, part: Network, is_last: bool, before_loss: Callable[[], None] | None):
         super().__init__()
         self.part = part
         self.is_last = is_last
@@ -72,14 +72,11 @@ class _Plain(nn.Module):
         if not self.is_last:
             return output
         assert self.targets is not None, "the last stage needs targets"
-        self.before_loss()
+        if self.before_loss is not None:
+            self.before_loss()
         loss: Tensor = self.part.loss(output, self.targets)
         self.losses.append(loss.detach())
         return loss * self.scale
-
-
-def _do_nothing() -> None:
-    pass
 
 
 class _WithoutStorage(torch.autograd.Function):
@@ -138,7 +135,7 @@ class ScheduledStage(PipelineStage):
         turns: Turns,
     ):
         # A loss in chunks computes gradients, for which autograd has no second thread on a device.
-        before_loss = turns.let_other_end if plan.loss_chunks > 1 else _do_nothing
+        before_loss = turns.let_other_end if plan.loss_chunks > 1 else None
         self.plain = _Plain(part, index == len(plan.stages) - 1, before_loss)
         self._micro_batch = plan.batch.micro_batch
         self.sample_ids = torch.empty(0, dtype=torch.int64)  # of the whole step, as the targets; set before it

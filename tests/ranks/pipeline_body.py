@@ -119,16 +119,11 @@ def _watch_stage(part: Network, stage: int, plan: Plan, order: list, peak: dict[
 def handovers(config: Config, plan: Plan) -> int:
     """How often one pass of this rank let another compute, in a step."""
     mesh, _, runner, batch = set_up(config, plan)
-    count, turns = Counter[str](), mesh.turns
+    count, turns = Counter[bool](), mesh.turns
     hand_over = turns.hand_over
-
-    def counted() -> None:
-        count["handovers"] += turns._pair is not None and turns._pair.both_run
-        hand_over()
-
-    turns.hand_over = counted
+    turns.hand_over = lambda: count.update([hand_over()])
     runner.train(batch, 0.25)
-    return count["handovers"]
+    return count[True]
 
 
 def tensors_alive(config: Config, plan: Plan) -> list[int]:

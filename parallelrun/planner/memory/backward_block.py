@@ -97,13 +97,14 @@ def backward_block(name: str, plan: Plan, rounded: bool) -> BackwardBlock:
         if again > 0 and rounded and (copies := plan.tensor.rounded_again_bytes(block, plan)):
             again, passes = again + copies, _with_rounded(passes, copies)
         forward = plan.tensor.recomputed_bytes(block, plan) if again > 0 else 0
-        exchanged = plan.expert.exchange_bytes(block, plan) if plan.expert else 0
-        forward = max(forward, exchanged) if again > 0 else 0
-        arrived = plan.expert.num_computed(plan) * plan.spec.hidden * BYTES[plan.precision.compute] if exchanged else 0
+        sending = 0
+        if plan.expert and (exchanged := plan.expert.exchange_bytes(block, plan)):
+            forward = max(forward, exchanged) if again > 0 else 0
+            rows = plan.expert.num_computed(plan) * plan.spec.hidden * BYTES[plan.precision.compute]
+            sending = exchanged - 2 * rows  # arrived rows and results are saved
         on_host = kept if plan.recompute == "offload" and block.is_recomputed else 0
         on_host -= sum(layer.kept for layer in passes[1:]) if on_host and block.kind == MEASURED else 0  # the loss
         # An input on the host is brought back, and, during the pass, that of the block before it.
-        sending = exchanged - 2 * arrived  # which are saved: rows, and results
         return BackwardBlock(kept - on_host, passes, max(0, again) + on_host, forward, on_host, on_host, sending)
 
     is_last, dtypes = name == plan.spec.blocks[-1].name, block_dtypes(name, plan)

@@ -101,8 +101,10 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times, num_stages: int) 
             ready = end[needed]
             if pairs and (kind, stage, microbatch) in pairs:
                 seconds, also, together = pairs[kind, stage, microbatch]
-                needed = needed if ready is None else also
-                ready = None if ready is None or end[also] is None else max(ready, end[also])
+                if ready is not None and (of_other := end[also]) is not None:
+                    ready = max(ready, of_other)
+                else:
+                    needed, ready = needed if ready is None else also, None
             if ready is None:
                 waiting[needed] = pp_rank
                 break

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 from parallelrun.training.metrics.clocks import HostClock
@@ -16,13 +17,13 @@ MOST_ACTIONS = 1000  # of a rank and a step, which are recorded
 class ActionClock:
     """The begin and end of every action of the last step on one rank, at about 1 us per action.
 
-    An action begins when its input has arrived: waiting for the neighbour's message is a gap between actions. The
-    actions of a pair that takes turns overlap.
+    An action begins when its input has arrived: waiting for the neighbour's message is a gap between actions. The two
+    of a pair (`is_pair`) overlap.
     """
 
     def __init__(self, clock: HostClock):
         self._clock = clock
-        self._moments: list[list[Any]] = []  # kind, stage, microbatch, begin, end
+        self._moments: list[tuple[str, int, int, Any, Any]] = []
 
     def begin_step(self) -> None:
         """Forget the actions of the step before."""
@@ -32,26 +33,24 @@ class ActionClock:
     @contextmanager
     def action(self, kind: str, stage: int, microbatch: int) -> Iterator[None]:
         """Return a context for one action: kind F, B, I or W (`plan.simulate.Action`)."""
-        moment = [kind, stage, microbatch, self._clock.mark(), None]
-        if len(self._moments) < MOST_ACTIONS:
-            self._moments.append(moment)
+        begin = self._clock.mark()
         yield
-        moment[-1] = self._clock.mark()
+        if len(self._moments) < MOST_ACTIONS:
+            self._moments.append((kind, stage, microbatch, begin, self._clock.mark()))
 
     def record(self) -> dict[str, Any]:
         """Return the host, its clock in seconds at the step's begin, and the actions with seconds since then.
 
         JSON-ready; {} before the first step. Waits for a CUDA stream.
         """
-        ended = [moment for moment in self._moments if moment[-1] is not None]  # others have failed
-        if not ended:
+        if not self._moments:
             return {}
-        for moment in ended[-2:]:  # of a pair, either may end last
-            self._clock.resolve(moment[-1])
+        self._clock.resolve(self._moments[-1][-1])
         actions = [
             [kind, stage, microbatch, self._clock.seconds(self._began, begin), self._clock.seconds(self._began, end)]
-            for kind, stage, microbatch, begin, end in ended
+            for kind, stage, microbatch, begin, end in self._moments
         ]
+        actions.sort(key=itemgetter(3))  # of a pair, either may have ended first
         return {"host": socket.gethostname(), "began": self._host_began, "actions": actions}
 
 

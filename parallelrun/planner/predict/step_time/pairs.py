@@ -30,21 +30,20 @@ def passes(forward: float, backward: float, blocks: Sequence[tuple[BlockTime, in
     return PassTime(forward, waits[0], places[0]), PassTime(backward, sum(waits[1:]), sum(places[1:]))
 
 
-def paired_s(own: PassTime, other: PassTime, segments: int) -> float:
-    """Seconds of a pass while `other` computes so many segments in its waits."""
-    if not (own.places and segments):
-        return own.seconds
-    hidden = own.waiting * min(1.0, segments / own.places)
-    computing = (other.seconds - other.waiting) * min(1.0, own.places / segments)
-    return own.seconds - hidden + exposed_s(hidden, computing)
+def times(stages: list[tuple[PassTime, PassTime]], plan: Plan) -> dict[str, list[float]]:
+    """Seconds of the actions of pairs. stages: (forward, backward) of each; its partner is the rank's other stage."""
 
+    def paired_s(own: PassTime, other: PassTime, segments: int) -> float:
+        """Seconds of a pass while `other` computes so many segments in its waits."""
+        if not (own.places and segments):
+            return own.seconds
+        hidden = own.waiting * min(1.0, segments / own.places)
+        computing = (other.seconds - other.waiting) * min(1.0, own.places / segments)
+        return own.seconds - hidden + exposed_s(hidden, computing)
 
-def times(passes: list[tuple[PassTime, PassTime]], plan: Plan) -> dict[str, list[float]]:
-    """Seconds of the actions of pairs. passes: (forward, backward) of each stage; its partner is the rank's other
-    stage. A forward begins first: no wait hides its first segment."""
-    others = {stage.index: other for stage in plan.stages for other in plan.stages_of(stage.pp_rank) if other != stage}
-    pairs = [(passes[index], passes[others[index].index]) for index in range(len(passes))]
-    return {
-        PAIRED["F"]: [paired_s(own[0], other[1], other[1].places + 1) for own, other in pairs],
-        PAIRED["B"]: [paired_s(own[1], other[0], other[0].places) for own, other in pairs],
-    }
+    others = {stage.index: other.index for stage in plan.stages for other in plan.stages_of(stage.pp_rank)
+              if other is not stage}  # fmt: skip
+    pairs = [(own, stages[others[index]]) for index, own in enumerate(stages)]
+    # A forward begins first: no wait hides its first segment.
+    forward = [paired_s(own[0], other[1], other[1].places + 1) for own, other in pairs]
+    return {PAIRED["F"]: forward, PAIRED["B"]: [paired_s(own[1], other[0], other[0].places) for own, other in pairs]}
