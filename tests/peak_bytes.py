@@ -37,6 +37,7 @@ class PeakBytes(TorchDispatchMode):
         self._torch_resize = torch.UntypedStorage.resize_
         self._torch_wait = dist.Work.wait
         self._has_waited = True  # in what ran before
+        self._entered = 0  # times: another thread of a step enters it again
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -44,13 +45,16 @@ class PeakBytes(TorchDispatchMode):
         return False
 
     def __enter__(self) -> PeakBytes:
+        self._entered += 1
         torch.UntypedStorage.resize_ = self._resize()  # type: ignore[method-assign]
         dist.Work.wait = self._wait()  # type: ignore[method-assign]
         return super().__enter__()
 
     def __exit__(self, *problem: Any) -> None:
-        torch.UntypedStorage.resize_ = self._torch_resize  # type: ignore[method-assign]
-        dist.Work.wait = self._torch_wait  # type: ignore[method-assign]
+        self._entered -= 1
+        if not self._entered:
+            torch.UntypedStorage.resize_ = self._torch_resize  # type: ignore[method-assign]
+            dist.Work.wait = self._torch_wait  # type: ignore[method-assign]
         super().__exit__(*problem)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

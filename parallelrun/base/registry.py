@@ -37,6 +37,7 @@ STRATEGIES = {
     "pipeline.interleaved": "parallelrun.strategies.pipeline",
     "pipeline.zero_bubble": "parallelrun.strategies.pipeline",
     "pipeline.zbv": "parallelrun.strategies.pipeline",
+    "pipeline.dualpipev": "parallelrun.strategies.pipeline",
     "expert.capacity": "parallelrun.strategies.expert.capacity",
     "expert.dropless": "parallelrun.strategies.expert.dropless",
     "context.ring": "parallelrun.strategies.context",

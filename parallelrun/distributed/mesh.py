@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallelrun.base.wording import counted
+from parallelrun.distributed.turns import Turns
 from parallelrun.planner.contract.mesh_shape import MeshShape
 from parallelrun.planner.contract.plan import DATA_CONTEXT, EMBEDDING, WORLD, Plan
 from parallelrun.planner.pieces import context_axes, expert_axes
@@ -35,13 +36,14 @@ class Group:
 
 
 class Mesh:
-    """This rank's coordinate in the plan's mesh, and its groups."""
+    """This rank's coordinate in the plan's mesh, and its groups. turns: of its passes that overlap."""
 
     def __init__(self, shape: MeshShape, rank: int, device: torch.device):
         self.shape = shape
         self.rank = rank
         self.coordinate = shape.coordinate(rank)
         self.device = device
+        self.turns = Turns(device)
         self._groups: dict[str, Group] = {}
 
     def group(self, axis: str) -> Group:

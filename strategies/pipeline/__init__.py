@@ -13,6 +13,7 @@ gpipe        Huang et al. 2019                  (pp - 1) / m          m         
 interleaved  Narayanan et al. 2021, 2.2.2       (pp - 1) / (v m)      more than 1f1b      rounds of about pp
 zero_bubble  Qi et al. 2023, section 3 (ZB1P)   about a third of 1f1b as 1f1b             rounds of about pp
 zbv          Qi et al. 2023, section 6 (ZB-V)   about 0               as 1f1b             two stages per rank, in a V
+dualpipev    DeepSeek-AI 2024, section 3.2.1    (pp - 1) / (3 m)      as 1f1b             as zbv
 
 Proof: exact. Loss, every gradient and every update equal one device's in fp64 (`tests/ranks/test_pipeline.py`), and the
 predicted orders equal torch's own (`tests/unit/strategies/pipeline/test_orders.py`).

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from parallelrun.planner.contract.pipeline_schedule import is_pair
+
 from .orders import Orders
 
 # A rank waits for its oldest send before it has more pending sends than this: each holds a buffer.
@@ -33,8 +35,10 @@ class Step(NamedTuple):
 Steps = list[list[Step]]
 
 
-def with_messages(orders: Orders, pp_rank: Callable[[int, int], int], num_stages: int) -> Steps:
+def with_messages(orders: Orders, pp_rank: Callable[[int, int], int], num_stages: int, pairs: bool = False) -> Steps:
     """Add sends and receives to the ranks' orders of actions, in the same order at both ends of every pair.
+
+    pairs: actions that are one (`is_pair`) begin when the inputs of both are there, and send what both have computed.
 
     A receive is added to the receiver's list when its sender has sent, so no circular wait can arise, even where the
     backend runs the messages of a pair strictly in order (NCCL). Waiting for any earlier send is safe too.
@@ -44,28 +48,33 @@ def with_messages(orders: Orders, pp_rank: Callable[[int, int], int], num_stages
     steps: Steps = [[] for _ in orders]
     ready = {(True, 0, action.microbatch) for order in orders for action in order if action.stage == 0}
     waiting = [deque(order) for order in orders]
+
+    def is_ready(kind: str, stage: int, microbatch: int) -> bool:
+        is_free = kind == "W" or (kind != "F" and stage == num_stages - 1)
+        return is_free or (kind == "F", stage, microbatch) in ready
+
     while any(waiting):
         progress = False
         for rank, queue in enumerate(waiting):
             if not queue:
                 continue
-            kind, stage, microbatch = queue[0]
-            forward = kind == "F"
-            is_free = kind == "W" or (not forward and stage == num_stages - 1)
-            if not is_free and (forward, stage, microbatch) not in ready:
+            joined = pairs and len(queue) > 1 and is_pair(queue[0], queue[1])
+            if not (is_ready(*queue[0]) and (not joined or is_ready(*queue[1]))):
                 continue
-            queue.popleft()
             progress = True
-            steps[rank].append(new(Step, (kind, stage, microbatch, -1)))
-            after = stage + 1 if forward else stage - 1
-            if kind == "W" or not 0 <= after < num_stages:
-                continue
-            ready.add((forward, after, microbatch))
-            receiver = holder[after]
-            if receiver != rank:
-                sent, received = ("SEND_F", "RECV_F") if forward else ("SEND_B", "RECV_B")
-                steps[rank].append(new(Step, (sent, stage, microbatch, receiver)))
-                steps[receiver].append(new(Step, (received, after, microbatch, rank)))
+            actions = [queue.popleft() for _ in range(1 + joined)]
+            steps[rank] += [new(Step, (*action, -1)) for action in actions]
+            for kind, stage, microbatch in actions:
+                forward = kind == "F"
+                after = stage + 1 if forward else stage - 1
+                if kind == "W" or not 0 <= after < num_stages:
+                    continue
+                ready.add((forward, after, microbatch))
+                receiver = holder[after]
+                if receiver != rank:
+                    sent, received = ("SEND_F", "RECV_F") if forward else ("SEND_B", "RECV_B")
+                    steps[rank].append(new(Step, (sent, stage, microbatch, receiver)))
+                    steps[receiver].append(new(Step, (received, after, microbatch, rank)))
         assert progress, "the ranks wait for each other in a circle"
     return steps
 

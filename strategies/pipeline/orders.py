@@ -6,13 +6,13 @@ forward, B a full backward, I a backward for inputs only, W for weights only. On
 to W (no input gradient is sent), so I costs nothing there.
 
 Sources: GPipe (Huang 2019, section 2); 1F1B and interleaving (Narayanan 2021, section 2.2); ZB1P and ZB-V (Qi 2023,
-sections 3 and 6).
+sections 3 and 6); DualPipeV (DeepSeek-AI 2024, section 3.2.1, and its repository DualPipe).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
 
@@ -66,8 +66,39 @@ def zero_bubble(rank: int, pp: int, virtual_stages: int, num_microbatches: int) 
 
 def zbv(rank: int, pp: int, virtual_stages: int, num_microbatches: int) -> Order:
     """ZB-V: two virtual stages in a V, for at least 2 pp - 1 microbatches; the order omits those that do not exist."""
-    order = _v_order(rank, pp, max(2 * pp - 1, num_microbatches))
-    return tuple(action for action in order if action.microbatch < num_microbatches)
+    down, up, number = rank, 2 * pp - 1 - rank, max(2 * pp - 1, num_microbatches)
+    ahead = 2 * pp - 1 - rank  # forwards of the way down before the steady phase
+    kinds = [("F", down)] * (2 * (pp - rank) - 1)
+    kinds += [("F", up), ("F", down)] * rank
+    kinds += [("F", up), ("I", up), ("W", up)] * (pp - rank)
+    back = [("I", down), ("W", down), ("F", up), ("I", up), ("W", up)]
+    kinds += [("F", down), *back] * (number - ahead) + back * (ahead - pp)
+    kinds += [("I", down), ("I", up)] * rank
+    kinds += [("I", down), ("W", down)] * (pp - rank)
+    kinds += [("W", up)] * rank + [("W", down)] * rank
+    return tuple(action for action in _numbered(kinds) if action.microbatch < num_microbatches)
+
+
+def dualpipev(rank: int, pp: int, virtual_stages: int, num_microbatches: int, drains_split: bool = True) -> Order:
+    """DualPipe cut in half; ZB-V for fewer than 2 pp microbatches. An F and the B behind it are a pair: each is on
+    another virtual stage of the V, and waits for no result of the other. Backward is split before the pairs and, with
+    drains_split, in the second half of what follows them."""
+    if num_microbatches < 2 * pp:
+        return zbv(rank, pp, virtual_stages, num_microbatches)
+    down, up, later = rank, 2 * pp - 1 - rank, pp - 1 - rank
+    kinds = [("F", down)] * (2 * later)
+    kinds += [("F", down), ("F", up)] * (rank + 1)
+    kinds += [("I", up), ("W", up), ("F", up)] * later
+    kinds += [("F", down), ("B", up), ("F", up), ("B", down)] * (num_microbatches - 2 * pp + rank + 1)
+    kinds += [("B", up), ("F", up), ("B", down)] * later
+    draining = [up, down] * (rank + 1)
+    whole = rank + 1 if drains_split else len(draining)
+    kinds += [("B", stage) for stage in draining[:whole]] + [("I", stage) for stage in draining[whole:]]
+    if not drains_split:
+        return _numbered([*kinds, *[("B", down)] * later])
+    late = [*draining[whole:], *[down] * later]  # stages of weight passes
+    kinds += [action for stage in late[:later] for action in (("W", stage), ("I", down))]
+    return _numbered([*kinds, *[("W", stage) for stage in late[later:]]])
 
 
 def of_ranks(order: RankOrder, pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
@@ -113,40 +144,16 @@ def _split_backward(order: Sequence[Action], lag: int) -> tuple[Action, ...]:
     return (*split, *waiting)
 
 
-def _v_order(rank: int, pp: int, num_microbatches: int) -> list[Action]:
-    """One rank of ZB-V: virtual stage 0 is on the way down (stage `rank`), virtual stage 1 on the way up."""
-    stages = (rank, 2 * pp - 1 - rank)
-    done = {"F": [0, 0], "I": [0, 0], "W": [0, 0]}
-    order: list[Action] = []
-
-    def run(kinds: str, chunk: int) -> None:
-        for kind in kinds:
-            number = done[kind][chunk]
-            order.append(_new(Action, (kind, stages[chunk], number)))
-            done[kind][chunk] = number + 1
-
-    for _ in range(2 * (pp - rank) - 1):
-        run("F", 0)
-    for _ in range(rank):
-        run("F", 1)
-        run("F", 0)
-    for _ in range(pp - rank):
-        run("FIW", 1)
-    down, up = 0, 1
-    while done["F"][up] < done["F"][down] or done["F"][down] < num_microbatches:
-        if done["F"][down] < num_microbatches:
-            run("F", 0)
-        run("IW", 0)
-        run("FIW", 1)
-    for _ in range(rank):
-        run("I", 0)
-        run("I", 1)
-    for _ in range(pp - rank):
-        run("IW", 0)
-    for chunk in (1, 0):
-        while done["W"][chunk] < done["I"][chunk]:
-            run("W", chunk)
-    return order
+def _numbered(kinds: Iterable[tuple[str, int]]) -> Order:
+    """Actions of these kinds and stages, each of its stage's next microbatch. A B counts as an I and a W."""
+    numbers: Counter[tuple[str, int]] = Counter()
+    order = []
+    for kind, stage in kinds:
+        passes = "IW" if kind == "B" else kind
+        order.append(_new(Action, (kind, stage, numbers[passes[0], stage])))
+        for each in passes:
+            numbers[each, stage] += 1
+    return tuple(order)
 
 
 def forward_only(stages: Sequence[Sequence[int]], per_round: int, num_microbatches: int) -> Orders:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.wording import divisors, nearest
+from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.contract.request import Request
 
 from . import orders
 from .orders import Orders
 from .schedule import Schedule
 
+# Where backward computes activations again: a rank would keep them between an I and a late W.
+DRAINING_WHOLE = partial(orders.dualpipev, drains_split=False)
 MOST_CHOSEN = 8  # stages per rank that a search tries
 
 
@@ -206,7 +210,9 @@ class ZBV(Interleaved):
     def check(cls, request: Request) -> list[Problem]:
         if request.virtual_stages == 2:
             return super().check(request)
-        message = f"virtual_stages={request.virtual_stages}: the V of zbv has two stages per rank, down and back up"
+        message = (
+            f"virtual_stages={request.virtual_stages}: the V of {cls.kind} has two stages per rank, down and back up"
+        )
         return [*super().check(request), Problem(message, "virtual_stages", "virtual_stages=2", kind="undefined")]
 
     @classmethod
@@ -222,3 +228,28 @@ class ZBV(Interleaved):
     def forward_only(cls, pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
         """All microbatches go down the V before the first comes back up."""
         return orders.forward_only(cls.stages_of_ranks(pp, virtual_stages), num_microbatches, num_microbatches)
+
+
+@dataclass(frozen=True)
+class DualPipeV(ZBV):
+    """DualPipeV, as torch's ScheduleDualPipeV: the V of ZB-V, whose steady phase pairs a forward with a backward. With
+    fewer than 2 pp microbatches, which torch refuses, there is none: the order is that of ZB-V."""
+
+    kind = "dualpipev"
+    repeats = True
+    rank_order = staticmethod(orders.dualpipev)
+    explained = (
+        "Two stages per rank in a V, as zbv. The forward pass of one microbatch and the backward pass of another take "
+        "turns: one computes while the other waits for its experts' all-to-all.",
+        "DeepSeek-AI 2024 (DeepSeek-V3, section 3.2.1)",
+    )
+    overlaps_passes = True
+
+    def order_of_ranks(self, plan: Plan) -> orders.RankOrder:
+        return DRAINING_WHOLE if plan.runs_again else orders.dualpipev
+
+    @classmethod
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int, rank: int = 0) -> int:
+        if microbatches < 2 * pp:
+            return super().least_in_flight(pp, virtual_stages, microbatches, rank)
+        return 2 * pp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from parallelrun.distributed import torch_private
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.models import recompute
 from parallelrun.models.network import Network
+from parallelrun.planner.contract.pipeline_schedule import is_pair
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.training.loop.pipeline_runner import PipelineRunner
 from parallelrun.training.loop.reader import Batch
@@ -103,9 +105,13 @@ class ScheduleRunner(PipelineRunner):
         indices = [stage.index for stage in plan.stages_of(group.index)]
         self._sends, self._actions = Sends(), ActionClock(clock_of(mesh.device))
         self._stages = [
-            ScheduledStage(part, index, plan, mesh.device, group.process_group, self._sends, self._actions)
+            ScheduledStage(part, index, plan, mesh.device, group.process_group, self._sends, self._actions, mesh.turns)
             for index, part in zip(indices, model_parts, strict=True)
         ]
+        by_index = dict(zip(indices, self._stages))
+        for forward, backward in pairwise(schedule.order(plan, group.index)) if schedule.overlaps_passes else ():
+            if is_pair(forward, backward):
+                by_index[forward.stage].partners[forward.microbatch] = by_index[backward.stage], backward.microbatch
         self._inputs_here = indices[0] == 0
         self._losses_here = indices[-1] == len(plan.stages) - 1
         steps = [[(step.kind, step.stage, step.microbatch) for step in order] for order in schedule.steps(plan)]

@@ -42,6 +42,10 @@ class Schedule(PipelineSchedule):
     def rank_order(rank: int, pp: int, virtual_stages: int, num_microbatches: int) -> orders.Order:
         """Return the actions of one pp rank."""
 
+    def order_of_ranks(self, plan: Plan) -> orders.RankOrder:
+        """Return `rank_order`, or the form of it for this plan."""
+        return self.rank_order
+
     @classmethod
     def forward_only(cls, pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
         """Return an order of forward passes alone, for evaluation."""
@@ -73,15 +77,15 @@ class Schedule(PipelineSchedule):
 
     def actions(self, plan: Plan) -> Orders:
         size = plan.mesh.size("pp"), self.virtual_stages, plan.batch.microbatches
-        return orders.of_ranks(self.rank_order, *size)
+        return orders.of_ranks(self.order_of_ranks(plan), *size)
 
     def order(self, plan: Plan, pp_rank: int) -> orders.Order:
         size = plan.mesh.size("pp"), self.virtual_stages, plan.batch.microbatches
-        return orders.of_rank(self.rank_order, pp_rank, *size)
+        return orders.of_rank(self.order_of_ranks(plan), pp_rank, *size)
 
     def steps(self, plan: Plan) -> messages.Steps:
         """Return the actions and messages of every pp rank in the order in which the runtime executes them."""
-        return _steps(self, plan.mesh.size("pp"), plan.batch.microbatches)
+        return _steps(self, self.order_of_ranks(plan), plan.mesh.size("pp"), plan.batch.microbatches)
 
     def live_bytes(self, plan: Plan, pp_rank: int, kept: Mapping[int, int]) -> list[tuple[Action, int]]:
         walk = self.walk(plan, pp_rank, kept)
@@ -141,9 +145,10 @@ class Schedule(PipelineSchedule):
 
 
 @lru_cache(maxsize=16)
-def _steps(schedule: Schedule, pp: int, num_microbatches: int) -> messages.Steps:
-    actions = orders.of_ranks(schedule.rank_order, pp, schedule.virtual_stages, num_microbatches)
-    return messages.with_messages(actions, schedule.pp_rank, pp * schedule.virtual_stages)
+def _steps(schedule: Schedule, order: orders.RankOrder, pp: int, num_microbatches: int) -> messages.Steps:
+    actions = orders.of_ranks(order, pp, schedule.virtual_stages, num_microbatches)
+    num_stages = pp * schedule.virtual_stages
+    return messages.with_messages(actions, schedule.pp_rank, num_stages, schedule.overlaps_passes)
 
 
 def boundary_shape(plan: Plan, stage: int) -> tuple[int, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from parallelrun.distributed import comm, torch_private
 from parallelrun.distributed.torch_private.pipelining import PipelineStage
+from parallelrun.distributed.turns import Turns
 from parallelrun.models.autograd import apply
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.network import Network
@@ -53,10 +56,11 @@ class _Plain(nn.Module):
     stage's output until its backward: a loss is small, whereas logits hold a vocabulary per token.
     """
 
-    def __init__(self, part: Network, is_last: bool):
+    def __init__(self, part: Network, is_last: bool, before_loss: Callable[[], None] | None):
         super().__init__()
         self.part = part
         self.is_last = is_last
+        self.before_loss = before_loss
         self.sample_ids: Tensor | None = None
         self.documents: DocumentBounds | None = None
         self.targets: Tensor | None = None
@@ -69,6 +73,8 @@ class _Plain(nn.Module):
         if not self.is_last:
             return cast(Tensor, output)
         assert self.targets is not None, "the last stage needs targets"
+        if self.before_loss is not None:
+            self.before_loss()
         loss = self.part.total_loss(output, self.targets, self.ahead)
         self.losses.append(loss.detach())
         return loss * self.scale
@@ -127,8 +133,11 @@ class ScheduledStage(PipelineStage):
         group: dist.ProcessGroup,
         sends: Sends,
         actions: ActionClock,
+        turns: Turns,
     ):
-        self.plain = _Plain(part, index == len(plan.stages) - 1)
+        # A loss in chunks computes gradients, for which autograd has no second thread on a device.
+        before_loss = turns.let_other_end if plan.loss_chunks > 1 else None
+        self.plain = _Plain(part, index == len(plan.stages) - 1, before_loss)
         self._micro_batch = plan.batch.micro_batch
         self.sample_ids = torch.empty(0, dtype=torch.int64)  # of the whole step, as the targets; set before it
         self.documents: DocumentBounds | None = None
@@ -136,7 +145,9 @@ class ScheduledStage(PipelineStage):
         self.ahead: Tensor | None = None
         # Templates of the buffers, and their placeholders while no buffer is allocated.
         self._no_activation, self._no_gradient = input_example(plan, index), output_example(plan, index).detach()
-        self._sends, self._actions = sends, actions
+        self._sends, self._actions, self._turns = sends, actions, turns
+        self.partners: dict[int, tuple[ScheduledStage, int]] = {}  # of the forward pass of a microbatch: see `is_pair`
+        self._early: set[int] = set()  # microbatches whose backward pass has run as a partner
         self._receives: dict[tuple[str, int], list[dist.Work]] = {}
         self._outputs: dict[int, Tensor] = {}  # not yet sent
         super().__init__(
@@ -153,6 +164,19 @@ class ScheduledStage(PipelineStage):
         torch_private.receive_on_demand(self)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        forward = partial(self._forward_one_chunk, fwd_chunk_id, *args, **options)
+        if fwd_chunk_id not in self.partners:
+            return forward()
+        stage, microbatch = self.partners[fwd_chunk_id]
+        return self._turns.run(forward, partial(stage.backward_early, microbatch))
+
+    def backward_early(self, microbatch: int) -> None:
+        """Run a full backward pass before torch asks for it, which it does next."""
+        (output, *_), _ = self.fwd_cache[microbatch]
+        self.backward_one_chunk(microbatch, output if self.is_last else None)
+        self._early.add(microbatch)
+
+    def _forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         self._wait("RECV_F", fwd_chunk_id)
         # Not an argument of `step`: torch assumes that every tensor argument may need a gradient.
         start = fwd_chunk_id * self._micro_batch
@@ -177,9 +201,13 @@ class ScheduledStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
+        if bwd_chunk_id in self._early:
+            return self._early.remove(bwd_chunk_id)
         self._wait("RECV_B", bwd_chunk_id)
         with self._actions.action("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            if full_backward:
+                self.plain.part.after_weight_gradients()
         if loss is not None:
             loss.detach_()  # torch keeps the loss until the step ends, and with it the graph
         if not self.is_first:

@@ -116,6 +116,16 @@ def _watch_stage(part: Network, stage: int, plan: Plan, order: list, peak: dict[
     part.forward = watched
 
 
+def handovers(config: Config, plan: Plan) -> int:
+    """How often one pass of this rank let another compute, in a step."""
+    mesh, _, runner, batch = set_up(config, plan)
+    count, turns = Counter[bool](), mesh.turns
+    hand_over = turns.hand_over
+    turns.hand_over = lambda: count.update([hand_over()])
+    runner.train(batch, 0.25)
+    return count[True]
+
+
 def tensors_alive(config: Config, plan: Plan) -> list[int]:
     """How many tensors Python knows of after two steps, and after two more, without those that ranks share."""
     _, parts, runner, batch = set_up(config, plan)

@@ -17,6 +17,7 @@ EP2, EP4 = {"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}
 TWO_LEVELS = {**EP4, "strategy.expert.group_size": 2}
 CHUNKS = {"micro_batch": 2, "strategy.expert.chunks": 2}
 SHARED = {"model.shared_experts": 1}
+EVERY = {"model.expert_period": 1}
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
 
 
@@ -42,6 +43,16 @@ CELLS = {
     "dropless, interleaved": {**EP2, **pipeline("interleaved"), **DROPLESS},
     "capacity, zero bubble": {**EP2, **pipeline("zero_bubble"), **CAPACITY, **CHUNKS, **SHARED},
     "dropless, zero bubble, recomputed": {**EP2, **pipeline("zero_bubble"), **DROPLESS, **FULL, **SHARED},
+    "dropless, two passes in turns, tp": {**EP2, "tp": 2, **pipeline("dualpipev"), **DROPLESS, **EVERY},
+    "capacity, two passes in turns, recomputed": {
+        **EP2,
+        **pipeline("dualpipev"),
+        **CAPACITY,
+        **CHUNKS,
+        **SHARED,
+        **EVERY,
+        **FULL,
+    },
     "dropless, zero bubble, tp": {**EP2, "tp": 2, **pipeline("zero_bubble"), **DROPLESS},
     "capacity, recomputed, dropout": {**EP2, **CAPACITY, **FULL, **SHARED, "dropout": 0.1},
     "capacity, selective": {**EP2, **CAPACITY, **SELECTIVE, **SHARED, "model.activation": "swiglu"},
@@ -56,6 +67,7 @@ CELLS = {
 # What the full matrix adds: the same with the other dispatcher, or schedule.
 FULL_MATRIX = (
     "dropless, experts on two replicas", "capacity, two levels", "dropless, zero bubble, tp",
+    "capacity, two passes in turns, recomputed",
     "capacity, expert choice", "dropless, interleaved", "dropless", "capacity, 1f1b",
 )  # fmt: skip
 

@@ -238,6 +238,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "offload bf16": LLAMA | BF16 | MUON | {"recompute": "offload", "optimizer.offload": True},
     "offload, zbv": GPT | pipeline("zbv") | {"model.layers": 6, "recompute": "offload"},
     "zbv": GPT | pipeline("zbv") | {"model.layers": 4},
+    # A forward pass has saved a part of its activations when the backward pass beside it needs most.
+    "moe, two passes in turns": MOE | data("ddp") | pipeline("dualpipev") | {"ep": 2, "model.layers": 8},
     "dropout": GPT | {"dropout": 0.1},
     "zero2 fp16 full": GPT | ONE_LAYER | data("zero2") | FP16 | FULL,
     "powersgd, experts": MOE | ONE_LAYER | data("ddp", compression="powersgd") | {"dp": 4, "ep": 2},
@@ -304,7 +306,7 @@ SELDOM = {
     "fsdp, highest when the root is reduced", "norms of heads with biases, tp sequence", "moe, ep over tp",
     "moe tp sequence", "tp sequence selective bf16", "fsdp x zero bubble, few tokens, packed",
     "loss in chunks bf16", "loss in chunks, 1f1b",
-    "fsdp x zero bubble, reduced in each pass",
+    "fsdp x zero bubble, reduced in each pass", "moe, two passes in turns",
     "loss in chunks, fsdp bf16", "zbv",
     "soft caps, long, cp", "latent", "norms of results, tp sequence full", "window, long, cp", "fsdp, reduced once",
     "norms of all heads and of results, tp sequence selective", "2.5d", "loss in chunks, zero bubble bf16",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from parallelrun.config.schema.strategy_keys import narrowed
+from parallelrun.planner.contract.pipeline_schedule import is_pair
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.strategies.pipeline.schedule import boundary_bytes
 from parallelrun.training.metrics.schedule_actions import schedule_document
@@ -149,7 +151,14 @@ def check_times(plan: Plan, records: list[dict]) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "pp", "m", "virtual_stages"),
-    [("gpipe", 4, 8, 1), ("1f1b", 4, 8, 1), ("interleaved", 2, 4, 2), ("zero_bubble", 2, 8, 2), ("zbv", 2, 4, 2)],
+    [
+        ("gpipe", 4, 8, 1),
+        ("1f1b", 4, 8, 1),
+        ("interleaved", 2, 4, 2),
+        ("zero_bubble", 2, 8, 2),
+        ("zbv", 2, 4, 2),
+        ("dualpipev", 2, 4, 2),
+    ],
 )
 def test_ranks_do_the_planned_actions_and_keep_the_planned_activations(kind, pp, m, virtual_stages):
     overrides = sizes(kind, pp, m, virtual_stages)
@@ -175,6 +184,7 @@ def test_ranks_do_the_planned_actions_and_keep_the_planned_activations(kind, pp,
         ("interleaved", 2, 8, 2),
         ("zero_bubble", 4 if FULL else 2, 8, 2),
         ("zbv", 2, 8, 2),
+        ("dualpipev", 2, 8, 2),
         *[("1f1b", 2, 2, 1), ("interleaved", 4, 8, 2), ("zbv", 4, 8, 2)] * FULL,
     ],
 )
@@ -187,6 +197,18 @@ def test_messages_hold_the_bytes_that_are_planned(kind, pp, m, virtual_stages):
         planned = max(most for _, _, most in plan.pipeline.walk(plan, pp_rank, kept))
         assert [peak / boundary for peak in peaks] == [planned / boundary] * 3, pp_rank
         assert left == 0
+
+
+@pytest.mark.parametrize("recompute", ["none", *["full"] * FULL])
+def test_each_all_to_all_of_a_pair_is_sent_while_its_other_pass_computes(recompute):
+    """With recomputation backward has twice as many, and goes on alone when forward has ended."""
+    experts = {"model.experts": 4, "model.expert_period": 1, "dp": 2, "ep": 2, "global_batch": 16}
+    overrides = {**sizes("dualpipev", 2, 4, 2), **experts, "model.layers": 8, "recompute": recompute}
+    plan, a_stage = tiny_plan(overrides), 2 * 2  # all-to-alls of a forward pass: of two layers, there and back
+    for rank, count in enumerate(run(overrides, body.handovers)):
+        order = plan.pipeline.order(plan, plan.mesh.coordinate(rank)["pp"])
+        num_pairs = sum(is_pair(*actions) for actions in pairwise(order))
+        assert count == num_pairs * 2 * a_stage > 0
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class PipelineConfig:
     """Pipeline schedule. The planner cuts the model into stages by these keys, whatever the schedule."""
 
     kind: str = key("1f1b", "pipeline schedule")
-    virtual_stages: int | None = key(None, "stages per rank; null: 2 (interleaved, zero_bubble, zbv), else 1", least=1)
+    virtual_stages: int | None = key(None, "stages per rank; null: 2 where a schedule takes several, else 1", least=1)
     partition: str = key("cost", "cut of layers by cost (exact min-max), or uniform", choices=("cost", "uniform"))
     split: list[str] = key(list, "cut by hand: the first block of each stage except the first stage")
 

@@ -26,14 +26,20 @@ class Action(NamedTuple):
     microbatch: int
 
 
+def is_pair(first: Action, second: Action) -> bool:
+    """Whether two successive actions of a rank are one pair where the schedule `overlaps_passes`: a forward pass and
+    the backward pass of another microbatch, of which one computes while the other waits for an all-to-all."""
+    return first.kind == "F" and second.kind == "B" and first.stage != second.stage
+
+
 @dataclass(frozen=True)
 class PipelineSchedule(AxisStrategy):
     """The order in which the pp ranks compute the microbatches of their stages; `plan.pipeline` is one.
 
-    config_class: its keys of `strategy.pipeline`. takes_microbatches: more than one
-    microbatch is allowed. takes_virtual_stages: a rank may hold several stages. splits_backward: input and weight
-    gradients are computed in separate passes, so hooks of parameters fire for half of them and custom backward
-    functions run twice. repeats: after as many microbatches as there are stages,
+    config_class: its keys of `strategy.pipeline`. takes_microbatches: more than one microbatch is allowed.
+    takes_virtual_stages: a rank may hold several stages. splits_backward: input and weight gradients are computed in
+    separate passes, so hooks of parameters fire for half of them and custom backward functions run twice.
+    overlaps_passes: pairs of actions (`is_pair`) take turns. repeats: after as many microbatches as there are stages,
     every rank goes on in equal rounds, and holds no more. virtual_stages: stages per rank.
     """
 
@@ -41,6 +47,7 @@ class PipelineSchedule(AxisStrategy):
     takes_microbatches: ClassVar[bool] = True
     takes_virtual_stages: ClassVar[bool] = False
     splits_backward: ClassVar[bool] = False
+    overlaps_passes: ClassVar[bool] = False
     repeats: ClassVar[bool] = False
 
     virtual_stages: int = 1

@@ -40,7 +40,7 @@ class LayerBackward:
     its weights, in their dtype; weight_scratch: what computing that needs besides; widened: the largest of them in the
     compute dtype, from which it is widened when what was saved is free. reads: the gradient of its output, from which
     the weights' one is computed: where that is done apart (zero bubble), it stays until then. in_forward: what the last
-    layer needs at the end of forward.
+    layer needs at the end of forward. stops: rows of experts are sent before it in forward, and behind it in backward.
     """
 
     kept: int = 0
@@ -52,6 +52,7 @@ class LayerBackward:
     in_forward: int = 0
     weight_scratch: int = 0
     widened: int = 0
+    stops: bool = False
 
     @property
     def of_weights(self) -> int:

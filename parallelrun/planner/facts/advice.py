@@ -53,9 +53,9 @@ def warnings(plan: Plan, config: Config, results: Facts) -> list[str]:
         two_levels = f"; strategy.expert.group_size={inner} sends inside a host first" if 1 < inner < ep else ""
         texts.append(f"ep groups of {ep} reach across hosts of {per_node} devices{two_levels}")
     exposed = results.time.parts.get(EXPERT, 0.0) / results.time.step_s if results.time else 0.0
-    if exposed > LARGEST_EXPOSED and not plan.stack.expert_overlap:
-        hides = f"{plan.stack.name} hides them under no other layer, only parts of a microbatch under each other"
-        texts.append(f"{exposed:.0%} of a step waits for all-to-alls; {hides} (strategy.expert.chunks)")
+    if exposed > LARGEST_EXPOSED and not (plan.stack.expert_overlap or plan.pipeline.overlaps_passes):
+        hides = f"{plan.stack.name} hides them under parts of a microbatch (strategy.expert.chunks)"
+        texts.append(f"{exposed:.0%} of a step waits for all-to-alls; {hides} or another one (schedule=dualpipev)")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if plan.device == "cpu" and not cluster.gpus_per_node and plan.world > cores:
         crowd = f"{counted(plan.world, 'rank')} on {counted(cores, 'core')} of this host"

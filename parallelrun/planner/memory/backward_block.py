@@ -21,7 +21,7 @@ class BackwardBlock:
 
     kept: saved by every microbatch in flight. passes: its layers in forward order. again: saved tensors that are
     recomputed first. forward: what recomputing them needs besides. on_host: saved in host memory. beside: what is there
-    during all of the pass.
+    during all of the pass. sending: of rows that are on their way to or from experts.
     """
 
     kept: int
@@ -30,6 +30,7 @@ class BackwardBlock:
     forward: int = 0
     on_host: int = 0
     beside: int = 0
+    sending: int = 0
 
     @property
     def apart(self) -> int:
@@ -41,14 +42,16 @@ class BackwardBlock:
 
         accumulates: weight gradients are kept until the pass ends; else each is added to a sum and freed.
         """
-        remaining = total = sum(layer.kept for layer in self.passes)
-        most, produced = self.forward, 0
+        return max([self.again + self.beside + self.forward, *self.pass_bytes(accumulates)])
+
+    def pass_bytes(self, accumulates: bool) -> list[int]:
+        """The bytes beyond `kept` in each layer's pass, from the last layer on."""
+        freed, produced, sizes = 0, self.again + self.beside, []
         for layer in reversed(self.passes):
-            here = layer.arriving + layer.giving + layer.scratch + layer.of_weights
-            most = max(most, remaining - total + produced + here)
+            sizes.append(layer.arriving + layer.giving + layer.scratch + layer.of_weights + produced - freed)
             produced += layer.weights if accumulates else 0
-            remaining -= layer.kept
-        return self.again + self.beside + most
+            freed += layer.kept
+        return sizes
 
     @property
     def input_bytes(self) -> int:
@@ -117,14 +120,18 @@ def backward_block(name: str, plan: Plan, rounded: bool) -> BackwardBlock:
         if again > 0 and rounded and (copies := plan.tensor.rounded_again_bytes(block, plan)):
             again, passes = again + copies, _with_rounded(passes, copies)
         forward = plan.tensor.recomputed_bytes(block, plan) if again > 0 else 0
-        forward = max(forward, plan.expert.exchange_bytes(block, plan)) if plan.expert and again > 0 else forward
+        sending = 0
+        if plan.expert and (exchanged := plan.expert.exchange_bytes(block, plan)):
+            forward = max(forward, exchanged) if again > 0 else 0
+            rows = plan.expert.num_computed(plan) * plan.spec.hidden * BYTES[plan.precision.compute]
+            sending = exchanged - 2 * rows  # arrived rows and results are saved
         on_host = kept if plan.recompute == "offload" and block.is_recomputed else 0
         on_host -= sum(layer.kept for layer in passes[1:]) if on_host and block.kind == MEASURED else 0  # the loss
         # An input on the host is brought back, and, during the pass, that of the block before it. What the head gives
         # for the inputs of multi-token prediction waits for its blocks.
         waiting = plan.spec.mtp_depth * name.startswith(AHEAD) * prod(plan.tensor.boundary_shape(plan))
         beside = on_host + waiting * BYTES[plan.precision.compute]
-        return BackwardBlock(kept - on_host, passes, max(0, again) + on_host, forward, on_host, beside)
+        return BackwardBlock(kept - on_host, passes, max(0, again) + on_host, forward, on_host, beside, sending)
 
     is_last, dtypes = name == plan.spec.blocks[-1].name, block_dtypes(name, plan)
     key = "backward block", plan.spec.first_alike[name], is_last, plan.recompute, rounded, dtypes

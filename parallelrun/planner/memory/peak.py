@@ -20,6 +20,7 @@ from parallelrun.planner.contract.memory import Memory
 from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters, element_bytes
 from parallelrun.planner.contract.pipeline_schedule import Action
 from parallelrun.planner.contract.plan import Plan, Stage, Value, once
+from parallelrun.planner.memory import paired_passes
 from parallelrun.planner.memory.backward_block import backward_blocks, bytes_behind
 from parallelrun.planner.pieces import orthogonalising
 
@@ -94,9 +95,10 @@ class ScheduleTraversal:
         reduced: set[int] = set()  # stages whose sums have begun
         apart = 0  # of microbatches whose weight gradients are not computed yet, beside what is saved for them
         bytes_apart = {index: self._apart(index) for index in self._blocks}
-        data, peak = self._plan.data, Memory(0, 0, 0, 0)
+        data, peak, before = self._plan.data, Memory(0, 0, 0, 0), ""
         reducing = {index: data.reducing_bytes(index, self._coordinate, self._plan) for index in self._blocks}
         for (kind, index, _), activations in self._live_bytes(has_messages):
+            paired, before = self._plan.pipeline.overlaps_passes and before + kind == "FB", kind
             split, number = kind in "IW" and index > 0, begun[index]
             if (kind == "F" and not self._in_forward[index]) or (kind == "I" and not split):
                 continue
@@ -105,7 +107,7 @@ class ScheduleTraversal:
             elif kind == "I":
                 beyond = self._of_inputs(index)
             else:
-                beyond = self._of_weights(index, number) if split else self._beyond_kept(index, number)
+                beyond = self._of_weights(index, number) if split else self._beyond_kept(index, number, paired)
             temporary = batch + apart + beyond
             if gradients + activations + temporary > peak.tensors:
                 peak = Memory(0, gradients, 0, activations, temporary)
@@ -114,7 +116,7 @@ class ScheduleTraversal:
                 begun[index] += 1 if reducing[index] is None else 0  # each pass of others is as the first
             if split:
                 apart += bytes_apart[index] if kind == "I" else -bytes_apart[index]
-            if kind == "W" and (sizes := reducing[index]) is not None:
+            if kind in "BW" and (sizes := reducing[index]) is not None:
                 left, temporary = activations - self._kept[index], batch + apart + self._complete(index) + sizes[0]
                 if gradients + left + temporary > peak.tensors:
                     peak = Memory(0, gradients, 0, left, temporary)
@@ -191,11 +193,13 @@ class ScheduleTraversal:
         """Bytes of gradients of a stage whose backward has run, unless the data strategy takes them away."""
         return sum(self._gradients[index]) if self._waiting[index] is None else 0
 
-    def _beyond_kept(self, index: int, number: int) -> int:
-        """The peak of backward pass `number` of a stage beyond the saved activations of all microbatches in flight."""
+    def _beyond_kept(self, index: int, number: int, paired: bool) -> int:
+        """The peak of backward pass `number` of a stage beyond the saved activations of all microbatches in flight.
+        paired: it takes turns with the forward pass of the rank's other stage."""
         middle = 0 < number < self._plan.batch.microbatches - 1  # all equal from the third on
         number = min(number, 2) if middle else number
-        return self._once("beyond", index, number, partial(self._compute_beyond, index, number))
+        compute = self._compute_paired if paired else self._compute_beyond
+        return self._once(f"beyond{paired}", index, number, partial(compute, index, number))
 
     def _end_of_forward(self, index: int, number: int) -> int:
         """The bytes at the end of a stage's forward pass before its backward pass `number`, beyond what the forward
@@ -220,6 +224,11 @@ class ScheduleTraversal:
             most = max(most, closing[i] - freed) if closing else most
             produced += gradients[i] if accumulates else left[i]
         return most
+
+    def _compute_paired(self, index: int, number: int) -> int:
+        (forward,) = (blocks for other, blocks in self._blocks.items() if other != index)
+        produced = self._left(index) if number else self._gradients[index]
+        return paired_passes.beyond_kept(self._blocks[index], forward, produced, number == 0)
 
     def _left(self, index: int) -> list[int]:
         """Bytes, by block of a stage, of gradients that wait for the block that shares the weight: autograd adds both

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from operator import add, itemgetter
 
-from parallelrun.planner.contract.pipeline_schedule import Action
+from parallelrun.planner.contract.pipeline_schedule import Action, is_pair
 from parallelrun.planner.contract.plan import Plan, once
 
 FEW_ACTIONS = 4096  # a step of so many is simulated in full, and can be drawn
 Times = Mapping[str, Sequence[float]]  # kind of action -> seconds (or any unit) per stage index
+PAIRED = {"F": "F of a pair", "B": "B of a pair"}  # kinds in Times, where the schedule `overlaps_passes`
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,10 @@ class Simulation:
     num_microbatches: int
 
     def events(self, pp_rank: int) -> list[Event]:
-        """The timeline of one pp rank."""
-        return [
-            Event(a.kind, a.stage, a.microbatch, end - self.times[a.kind][a.stage], end)
-            for a, end in zip(self.orders[pp_rank], self.ends[pp_rank])
-        ]
+        """The timeline of one pp rank. A pair's forward comes first."""
+        order, paired = self.orders[pp_rank], _pairs(self.orders[pp_rank : pp_rank + 1], self.times, 0)
+        seconds = [paired[a][0] if a in paired else self.times[a.kind][a.stage] for a in order]
+        return [Event(*a, end - took, end) for a, took, end in zip(order, seconds, self.ends[pp_rank])]
 
     @property
     def ideal(self) -> float:
@@ -71,49 +71,69 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times, num_stages: int) 
     """Run every pp rank through its actions, each as early as its rank and its inputs allow.
 
     A forward needs the forward of the previous stage; a backward (B or I) needs the backward of the next stage and its
-    own forward. Asserts that the schedule does not deadlock.
+    own forward. A pair begins when the inputs of both are there, and both end together. Asserts that the schedule does
+    not deadlock.
     """
     assert len(times["F"]) == num_stages
     number = 1 + max((max(map(itemgetter(2), order)) for order in orders if order), default=0)
     size, last = num_stages * number, num_stages - 1
-    end: list[float | None] = [None] * (2 * size)  # of forwards by stage x number + microbatch, then of backwards
+    # of forwards by stage x number + microbatch, then of backwards; at -1: of what needs no input
+    end: list[float | None] = [*[None] * (2 * size), 0.0]
     waiting: dict[int, int] = {}  # index into `end` -> the pp rank that is blocked on it
     ends: list[list[float]] = [[] for _ in orders]
     clock, worked = [0.0] * len(orders), [0.0] * len(orders)
-    runnable = list(range(len(orders)))
+    runnable, pairs = list(range(len(orders))), _pairs(orders, times, number)
     while runnable:
         pp_rank = runnable.pop()
         finished, now, work = ends[pp_rank], clock[pp_rank], worked[pp_rank]
         for kind, stage, microbatch in islice(orders[pp_rank], len(finished), None):
-            seconds = times[kind][stage]
+            seconds, together = times[kind][stage], 0.0
             if kind == "W":
-                now += seconds
-                work += seconds
+                now, work = now + seconds, work + seconds
                 finished.append(now)
                 continue
             if kind == "F":
                 own = stage * number + microbatch
-                needed = own - number
+                needed = own - number if stage else -1
             else:
                 own = size + stage * number + microbatch
                 needed = own + number if stage < last else own - size  # the last stage's needs its own forward
-            if needed >= 0:
-                ready = end[needed]
-                if ready is None:
-                    waiting[needed] = pp_rank
-                    break
-                if ready > now:
-                    now = ready
-            now += seconds
+            ready = end[needed]
+            if pairs and (kind, stage, microbatch) in pairs:
+                seconds, also, together = pairs[kind, stage, microbatch]
+                if ready is not None and (of_other := end[also]) is not None:
+                    ready = max(ready, of_other)
+                else:
+                    needed, ready = needed if ready is None else also, None
+            if ready is None:
+                waiting[needed] = pp_rank
+                break
+            now = (ready if ready > now else now) + seconds
             work += seconds
             finished.append(now)
-            end[own] = now
+            end[own] = now + together
             if own in waiting:
                 runnable.append(waiting.pop(own))
         clock[pp_rank], worked[pp_rank] = now, work
     left = [pp_rank for pp_rank, order in enumerate(orders) if len(ends[pp_rank]) < len(order)]
     assert not left, f"pp ranks {left} are in a deadlock"
     return Simulation(tuple(orders), tuple(ends), times, max(clock, default=0.0), tuple(worked), number)
+
+
+def _pairs(
+    orders: Sequence[Sequence[Action]], times: Times, number: int
+) -> dict[tuple[str, int, int], tuple[float, int, float]]:
+    """Of each action of a pair: its seconds, the index in `simulate` of what its other action waits for (-1: of what is
+    there), and the seconds of the pair after it. Empty where the schedule has no pairs."""
+    pairs: dict[tuple[str, int, int], tuple[float, int, float]] = {}
+    size, last = len(times["F"]) * number, len(times["F"]) - 1
+    for first, second in (pair for order in orders for pair in pairwise(order)) if PAIRED["F"] in times else ():
+        if is_pair(first, second):
+            needed = number * (second.stage + 1) + size if second.stage < last else number * last
+            later = times[PAIRED["B"]][second.stage]
+            pairs[first] = times[PAIRED["F"]][first.stage], needed + second.microbatch, later
+            pairs[second] = later, -1, 0.0
+    return pairs
 
 
 def action_times(plan: Plan) -> dict[str, list[float]]:
@@ -127,7 +147,8 @@ def action_times(plan: Plan) -> dict[str, list[float]]:
     inputs = [flops + extra if stage else 0.0 for stage, (flops, extra) in enumerate(zip(forward, again))]
     weights = [flops if stage else 2 * flops + again[0] for stage, flops in enumerate(forward)]
     both = [2 * flops + extra for flops, extra in zip(forward, again)]
-    return {"F": forward, "B": both, "I": inputs, "W": weights}
+    times = {"F": forward, "B": both, "I": inputs, "W": weights}
+    return times | {PAIRED["F"]: forward, PAIRED["B"]: both} if plan.pipeline.overlaps_passes else times
 
 
 def stage_flops(plan: Plan, recomputed: bool = False) -> list[float]:
@@ -169,14 +190,15 @@ def run(plan: Plan, times: Times, microbatches: int | None = None) -> Simulation
             break
         before, after = (_simulate_with(plan, some, times) for some in (rounds, rounds + each))
         works = [late - early for early, late in zip(before.busy, after.busy)]
-        forwards = [each * sum(times["F"][stage.index] for stage in plan.stages_of(rank)) for rank in range(pp)]
+        ahead = times.get(PAIRED["F"], times["F"])
+        forwards = [each * sum(ahead[stage.index] for stage in plan.stages_of(rank)) for rank in range(pp)]
         slowest = max(forwards) + max(work - forward for work, forward in zip(works, forwards))
         if abs(after.makespan - before.makespan - slowest) <= 1e-9 * slowest:
             more = (count - after.num_microbatches) // each
             return replace(
                 after,
                 makespan=after.makespan + more * slowest,
-                busy=tuple(busy * count / after.num_microbatches for busy in after.busy),
+                busy=tuple(busy + more * work for busy, work in zip(after.busy, works)),
             )
     return _simulate_with(plan, count, times)
 
@@ -189,10 +211,11 @@ def least(plan: Plan, times: Times) -> float:
     """
     splits = plan.pipeline.splits_backward
     backs = list(map(add, times["I"], times["W"])) if splits else times["B"]
+    backs = times.get(PAIRED["B"], backs)
     works = [0.0] * plan.mesh.size("pp")
     outside: dict[int, float] = {}  # by pp rank, what is before its first forward and behind its last backward
     forward = backward = 0.0
-    for stage, ahead, back in zip(plan.stages, times["F"], backs):
+    for stage, ahead, back in zip(plan.stages, times.get(PAIRED["F"], times["F"]), backs):
         rank = stage.pp_rank
         if rank not in outside:
             outside[rank] = forward + backward
@@ -205,7 +228,9 @@ def least(plan: Plan, times: Times) -> float:
 
 def of_schedule(plan: Plan) -> Simulation:
     """Simulate the full step with equal stages: a forward takes 1, a backward 2."""
-    times = {kind: [time] * len(plan.stages) for kind, time in (("F", 1.0), ("B", 2.0), ("I", 1.0), ("W", 1.0))}
+    units = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    units |= {kind: units[alone] for alone, kind in PAIRED.items()} if plan.pipeline.overlaps_passes else {}
+    times = {kind: [time] * len(plan.stages) for kind, time in units.items()}
     return simulate(plan.pipeline.actions(plan), times, len(plan.stages))
 
 

@@ -185,6 +185,7 @@ class Space:
         sections = [
             replace(base, kind=kind, virtual_stages=number if pipeline_schedule(kind).takes_virtual_stages else None)
             for kind in kinds("pipeline")
+            if spec.experts or not pipeline_schedule(kind).overlaps_passes
             for number in pipeline_schedule(kind).choices(pp, partition.num_cuttable(spec))
         ]
         if "strategy.pipeline.virtual_stages" in self.given and base.virtual_stages is not None:

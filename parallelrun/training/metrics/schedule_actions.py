@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 from parallelrun.training.metrics.timing import HostClock
@@ -16,7 +17,8 @@ MOST_ACTIONS = 1000  # of a rank and a step, which are recorded
 class ActionClock:
     """The begin and end of every action of the last step on one rank, at about 1 us per action.
 
-    An action begins when its input has arrived: waiting for the neighbour's message is a gap between actions.
+    An action begins when its input has arrived: waiting for the neighbour's message is a gap between actions. The two
+    of a pair (`is_pair`) overlap.
     """
 
     def __init__(self, clock: HostClock):
@@ -48,6 +50,7 @@ class ActionClock:
             [kind, stage, microbatch, self._clock.seconds(self._began, begin), self._clock.seconds(self._began, end)]
             for kind, stage, microbatch, begin, end in self._moments
         ]
+        actions.sort(key=itemgetter(3))  # of a pair, either may have ended first
         return {"host": socket.gethostname(), "began": self._host_began, "actions": actions}
 
 

@@ -17,7 +17,6 @@ from parallelrun.models.autograd import apply
 from parallelrun.models.moe.routing import Routing
 
 from ..common import dispatcher
-from ..common.all_to_all import AllToAll
 from ..common.dispatcher import ChunkDispatch, TokenDispatcher, chunk_and_group
 from ..common.rows import BlockTranspose, Level
 
@@ -120,7 +119,7 @@ class CapacityTokenDispatcher(TokenDispatcher):
 
     def _levels(self) -> tuple[Level, ...]:
         """The second level sends in the order of outer destinations what arrived in that of inner sources."""
-        first, *second = (AllToAll(group, self.counter, self.settings.overlap) for group in self.groups.groups)
+        first, *second = map(self.all_to_all, self.groups.groups)
         by_expert = BlockTranspose(self.groups.num_ranks, self.groups.num_local)
         if not second:
             return (Level(first, after=by_expert),)

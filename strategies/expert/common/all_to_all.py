@@ -17,6 +17,7 @@ from torch import Tensor
 
 from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group
+from parallelrun.distributed.turns import Turns
 from parallelrun.models.autograd import apply
 
 from .plan import COUNTS, ROWS
@@ -41,25 +42,26 @@ class ByteCounter:
 class AllToAll:
     """One all-to-all of rows (dim 0), and of their gradient the other way.
 
-    sends, receives: rows to and from every member of the group in turn; None: equal parts. overlap: return before
-    the all-to-all has finished; otherwise wait where it begins.
+    sends, receives: rows to and from every member of the group in turn; None: equal parts. turns: of the passes that
+    compute while others wait here. overlap: return before the all-to-all has finished; otherwise wait where it begins.
     """
 
     def __init__(
         self,
         group: Group,
         counter: ByteCounter,
+        turns: Turns,
         overlap: bool,
         sends: Sequence[int] | None = None,
         receives: Sequence[int] | None = None,
     ):
-        self.group, self.counter, self.overlap = group, counter, overlap
+        self.group, self.counter, self.turns, self.overlap = group, counter, turns, overlap
         self.sends, self.receives = sends, receives
         self._under_way: tuple[comm.Waitable, Tensor, Tensor] | None = None
 
     def reversed(self) -> AllToAll:
         """Return the all-to-all that brings every row back to its source."""
-        return AllToAll(self.group, self.counter, self.overlap, self.receives, self.sends)
+        return AllToAll(self.group, self.counter, self.turns, self.overlap, self.receives, self.sends)
 
     def begin(self, rows: Tensor, backward: bool = False, counted: bool = True) -> Tensor:
         """Start sending; the tensor returned may be read after `end`."""
@@ -79,6 +81,7 @@ class AllToAll:
         work, _, arrived = self._under_way
         self._under_way = None
         if work is not None:
+            self.turns.hand_over()
             work.wait()
         return arrived
 

@@ -8,13 +8,14 @@ the first.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from parallelrun.distributed.mesh import Mesh
+from parallelrun.distributed.mesh import Group, Mesh
+from parallelrun.distributed.turns import Turns
 from parallelrun.models.moe import own_experts
 from parallelrun.models.moe.layer import LocalDispatcher, MoE
 from parallelrun.models.moe.routing import Routing
@@ -23,7 +24,7 @@ from parallelrun.planner.contract.expert_dispatcher import ExpertDispatcher
 from parallelrun.planner.contract.plan import Plan
 
 from . import token_slices
-from .all_to_all import ByteCounter
+from .all_to_all import AllToAll, ByteCounter
 from .plan import AXIS, levels
 from .rows import ExpertGroups, Level, RowsInTransit
 
@@ -46,11 +47,17 @@ class ChunkDispatch:
 class TokenDispatcher(LocalDispatcher, ABC):
     """Brings the rows of one layer's tokens to the experts of all ep ranks, and the results back."""
 
-    def __init__(self, settings: ExpertDispatcher, groups: ExpertGroups):
-        self.settings, self.groups, self.counter = settings, groups, ByteCounter()
+    def __init__(self, settings: ExpertDispatcher, groups: ExpertGroups, turns: Turns):
+        self.settings, self.groups, self.turns, self.counter = settings, groups, turns, ByteCounter()
 
     def take_bytes(self) -> int:
         return self.counter.take()
+
+    def all_to_all(
+        self, group: Group, sends: Sequence[int] | None = None, receives: Sequence[int] | None = None
+    ) -> AllToAll:
+        """Return an all-to-all of rows; None: equal parts."""
+        return AllToAll(group, self.counter, self.turns, self.settings.overlap, sends, receives)
 
     @abstractmethod
     def chunks(self, routing: Routing) -> list[ChunkDispatch]:
@@ -95,13 +102,13 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh, dispatcher: type[Token
     for layer in network.modules():
         if isinstance(layer, MoE):
             _keep_own(layer.experts, groups.num_local)
-            layer.dispatch = dispatcher(plan.expert, groups)
+            layer.dispatch = dispatcher(plan.expert, groups, mesh.turns)
             if plan.ep_spans_tp and plan.token_ranks > 1:
                 group = mesh.group(plan.tensor.token_axis(plan))
                 token_slices.divide(layer, group, plan.seq, plan.tensor.slices_tokens)
         elif own_experts.is_own(layer):
             _keep_own(layer, groups.num_local)
-            own_experts.send(layer, dispatcher(plan.expert, groups))
+            own_experts.send(layer, dispatcher(plan.expert, groups, mesh.turns))
 
 
 def _keep_own(experts: nn.Module, number: int) -> None:

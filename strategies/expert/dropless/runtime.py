@@ -12,7 +12,7 @@ from parallelrun.models.moe import rows
 from parallelrun.models.moe.routing import Routing
 
 from ..common import dispatcher
-from ..common.all_to_all import AllToAll, exchange_counts
+from ..common.all_to_all import exchange_counts
 from ..common.dispatcher import ChunkDispatch, TokenDispatcher, chunk_and_group
 from ..common.rows import Level, RowPermutation, sort_segments
 
@@ -82,8 +82,7 @@ class DroplessTokenDispatcher(TokenDispatcher):
 
     def _levels(self, chunk: int, counts: _RowCounts, sizes: Sizes, by_expert: RowPermutation) -> tuple[Level, ...]:
         first, *second = [
-            AllToAll(group, self.counter, self.settings.overlap, sends, receives)
-            for group, (sends, receives) in zip(self.groups.groups, sizes)
+            self.all_to_all(group, sends, receives) for group, (sends, receives) in zip(self.groups.groups, sizes)
         ]
         if counts.halfway is None:
             return (Level(first, after=by_expert),)

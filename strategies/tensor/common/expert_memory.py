@@ -106,6 +106,7 @@ def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> t
             (sum(opening) + sum(biases)) * stored,
             opened,
             widened=max(opening) * rounded,
+            stops=True,
         ),
         LayerBackward(between - result, waiting + inside, opened, activation_scratch(inside, plan)),
         LayerBackward(
@@ -117,7 +118,7 @@ def backwards(layer: LayerSpec, block: BlockSpec, waiting: int, plan: Plan) -> t
             rows_bytes,
             widened=max(0, closing * rounded - again),
         ),
-        LayerBackward(rows_bytes + own * compute, waiting, rows_bytes, rows_bytes),
+        LayerBackward(rows_bytes + own * compute, waiting, rows_bytes, rows_bytes, stops=True),
     )
 
 

@@ -42,11 +42,13 @@ BACKWARD_OF_ATTENTION = 2.8  # fused: five products for two, at a lower rate
 
 @dataclass(frozen=True)
 class BlockTime:
-    """Seconds by kind of work. again: of recomputation, before backward."""
+    """Seconds by kind of work. again: of recomputation, before backward. waits: the seconds of each, in this order, in
+    which it waits for rows of experts, which another pass may hide."""
 
     forward: Parts = field(default_factory=dict)
     backward: Parts = field(default_factory=dict)
     again: Parts = field(default_factory=dict)
+    waits: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
 
 def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rates) -> BlockTime | None:
@@ -75,6 +77,8 @@ def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rate
         if rates.synchronous and kind == TENSOR:
             seconds += host.around_layers_s(row, plan, rates)
         parts[kind] = parts.get(kind, 0.0) + share * seconds
+        if kind == EXPERT and not experts.are_rows(row):
+            time.waits[parts is backward or 2 * (parts is time.again)] -= share * seconds
         if parts is not time.again:
             calls[parts is backward] += share * row.calls
             checks[parts is backward] += share * row.calls * host.check_s(prediction.group_size(plan, row.axis), plan)
@@ -102,8 +106,8 @@ def _hide_all_to_alls(
     assert plan.expert
     behind = {layer.name for layer in dropwhile(lambda layer: layer.layer_role != "expert", block.layers)}
     shared = [shape for (layer, _), shape in zip(_dense_layers(block, plan), shapes) if layer.name in behind]
-    for parts, is_backward in ((time.forward, False), (time.backward, True), (time.again, False)):
-        sent = parts.get(EXPERT, 0.0)
+    for number, parts in enumerate((time.forward, time.backward, time.again)):
+        sent, is_backward = parts.get(EXPERT, 0.0), number == 1
         if sent and plan.stack.expert_overlap:
             hidden = plan.stack.expert_overlap * sent
             parts[EXPERT] += exposed_s(hidden, sum(parts.get(name, 0.0) for name in COMPUTED)) - hidden
@@ -111,6 +115,8 @@ def _hide_all_to_alls(
             beside = _products(shared, plan, linear, is_backward)[PRODUCTS]
             left = experts.exposed_s(sent, grouped[is_backward], beside, plan.expert.chunks)
             parts[EXPERT] = left + SLOWED * (sent - left)
+        if plan.expert.overlap and not plan.stack.expert_overlap:
+            time.waits[number] = max(0.0, time.waits[number] + parts.get(EXPERT, 0.0))
 
 
 def _add_host(

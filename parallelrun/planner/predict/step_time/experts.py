@@ -92,6 +92,11 @@ def rows_s(of_experts: ExpertShapes, plan: Plan, rates: Rates) -> tuple[float, f
     return forward, backward
 
 
+def are_rows(row: Collective) -> bool:
+    """Whether a collective is an all-to-all of rows."""
+    return row.operation == "all_to_all" and row.purpose == ROWS
+
+
 def sent(row: Collective, plan: Plan, cluster: ClusterConfig) -> float:
     """The part of an all-to-all's bytes between hosts that the program sends: all, or a token's row once a host.
 
@@ -100,8 +105,7 @@ def sent(row: Collective, plan: Plan, cluster: ClusterConfig) -> float:
     """
     size = prediction.group_size(plan, row.axis)
     hosts = size // ranks_in_node(plan, cluster, row.axis)
-    is_rows = row.operation == "all_to_all" and row.purpose == ROWS
-    if not plan.stack.rows_once_a_host or hosts < 2 or plan.spec.router is None or not is_rows:
+    if not plan.stack.rows_once_a_host or hosts < 2 or plan.spec.router is None or not are_rows(row):
         return 1.0
     router = plan.spec.router
     different = hosts * (1 - (1 - 1 / hosts) ** router.top_k)

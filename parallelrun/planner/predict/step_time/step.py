@@ -15,12 +15,13 @@ from parallelrun.planner.contract.plan import Plan, Stage, once
 from parallelrun.planner.model.model_spec import BlockSpec
 from parallelrun.planner.pieces.hosts import stays_in_node
 from parallelrun.planner.predict import prediction, simulate
-from parallelrun.planner.predict.step_time import cores, host, other_blocks, overlap, servers, spread
-from parallelrun.planner.predict.step_time.blocks import TENSOR, BlockTime, Parts, block_time
+from parallelrun.planner.predict.step_time import cores, host, other_blocks, overlap, pairs, servers, spread
+from parallelrun.planner.predict.step_time.blocks import EXPERT, TENSOR, BlockTime, Parts, block_time
 from parallelrun.planner.predict.step_time.kernels import streaming_s
 from parallelrun.planner.predict.step_time.links import collective_s, copies_s, sharing_s
 from parallelrun.planner.predict.step_time.matrices import orthogonalising_s
 from parallelrun.planner.predict.step_time.offload import update_s
+from parallelrun.planner.predict.step_time.pairs import PassTime
 from parallelrun.planner.predict.step_time.rates import Rates, not_given, rates_of
 from parallelrun.planner.predict.step_time.shared_times import of_blocks, of_stages, of_weights
 from parallelrun.planner.predict.step_time.spread import BUBBLE, DATA, FIXED, OPTIMIZER, PIPELINE, RECOMPUTE
@@ -41,11 +42,12 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one microbatch. parts: of both passes together."""
+    """Seconds of one microbatch. parts: of both passes together. passes: forward and backward, with their waits."""
 
     forward: float
     backward: float
     parts: Parts
+    passes: tuple[PassTime, PassTime]
 
 
 CountedBlocks = tuple[tuple[str, int], ...]  # of a stage: the first equal block of the model, and how many of them
@@ -78,8 +80,10 @@ class StepModel:
         if stages is None or messages is None or data is None:
             return None
         key = "schedule", least, plan.pipeline, plan.batch.microbatches, of_stages(plan)
-        makespan, busy = once(self._cache, key, lambda: _schedule(plan, self._cluster, stages, messages, least))
+        compute = partial(_schedule, plan, self._cluster, stages, messages, least)
+        makespan, busy, hidden = once(self._cache, key, compute)
         parts = _parts_of(plan, stages)
+        parts[EXPERT] = parts.get(EXPERT, 0.0) - hidden
         parts[PIPELINE] = messages * plan.batch.microbatches
         parts[BUBBLE] = makespan - busy
         parts[DATA] = sum(data[:3]) if rates.synchronous else _exposed(plan, data, stages)  # a CPU hides nothing
@@ -177,6 +181,7 @@ def _stages(
     for counted in dict.fromkeys(blocks):
         forward = backward = 0.0
         parts: Parts = defaultdict(float)
+        times_of_blocks: list[tuple[BlockTime, int]] = []
         for name, number in counted:
             time = time_of(plan.spec.block(name))
             if time is None:
@@ -186,7 +191,8 @@ def _stages(
             backward += number * (sum(time.backward.values()) + again)
             for kind, seconds in (*time.forward.items(), *time.backward.items(), (RECOMPUTE, again)):
                 parts[kind] += number * seconds
-        times[counted] = StageTime(forward, backward, dict(parts))
+            times_of_blocks.append((time, number))
+        times[counted] = StageTime(forward, backward, dict(parts), pairs.passes(forward, backward, times_of_blocks))
     return [times[counted] for counted in blocks]
 
 
@@ -209,20 +215,26 @@ def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates) -> float | None:
 
 def _schedule(
     plan: Plan, cluster: ClusterConfig, stages: list[StageTime], messages: float, least: bool = False
-) -> tuple[float, float]:
-    """(seconds of all microbatches in the schedule, mean seconds in which a pp rank works). least: of the former, a
-    lower bound."""
+) -> tuple[float, float, float]:
+    """(seconds of all microbatches in the schedule, mean seconds in which a pp rank works, mean seconds of waits that a
+    pair's other pass hides). least: of the first, a lower bound."""
     pp, count = plan.mesh.size("pp"), plan.batch.microbatches
     each = messages * pp / len(stages) / 2
     forward, backward = [stage.forward + each for stage in stages], [stage.backward + each for stage in stages]
     busy = count * (sum(forward) + sum(backward)) / pp
     if pp == 1:
-        return busy, busy
+        return busy, busy, 0.0
     half = [seconds / 2 for seconds in backward]
     times = {"F": forward, "B": backward, "I": half, "W": half}
+    if plan.pipeline.overlaps_passes:
+        paired = pairs.times([stage.passes for stage in stages], plan)
+        times |= {kind: [seconds + each for seconds in row] for kind, row in paired.items()}
     if least:
-        return busy if cores.ranks_per_core(plan, cluster) > 1 else simulate.least(plan, times), busy
-    return cores.makespan(plan, cluster, times, busy), busy
+        return busy if cores.ranks_per_core(plan, cluster) > 1 else simulate.least(plan, times), busy, 0.0
+    makespan, hidden = cores.makespan(plan, cluster, times, busy), 0.0
+    if plan.pipeline.overlaps_passes:
+        hidden = busy - sum(simulate.run(plan, times).busy) / pp
+    return makespan, busy - hidden, hidden
 
 
 def _parts_of(plan: Plan, stages: list[StageTime]) -> Parts:

@@ -28,7 +28,7 @@ PTDP = {
     "tp": None,
     "pp": None,
 }
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
 # A model whose activations are large: one sample keeps about 0.4 GB a stage
 LARGE = {
     "model.layers": 16,

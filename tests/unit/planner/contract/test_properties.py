@@ -18,7 +18,7 @@ from tests.matrix import examples
 from tests.plans import pairs, tiny_config
 
 POWERS = st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128])
-SCHEDULES = ["1f1b", "gpipe", "naive", "interleaved", "zero_bubble", "zbv"]
+SCHEDULES = ["1f1b", "gpipe", "naive", "interleaved", "zero_bubble", "zbv", "dualpipev"]
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
 
 
@@ -28,7 +28,7 @@ def mostly_legal(draw) -> dict:
     pp, tp = draw(st.sampled_from([1, 1, 2, 3, 4, 8, 16, 64])), draw(st.sampled_from([1, 2, 4, 8, 16]))
     dp = draw(st.integers(1, max(1, min(64, 16384 // (pp * tp)))))
     kind = draw(st.sampled_from(SCHEDULES)) if pp > 1 else None
-    virtual_stages = 2 if kind in ("interleaved", "zbv") else 1
+    virtual_stages = 2 if kind in ("interleaved", "zbv", "dualpipev") else 1
     m = {"naive": 1}.get(kind, pp * draw(st.integers(1, 3)))
     kv_heads = draw(st.sampled_from([None, 2, 4, 16]))
     data = draw(st.sampled_from(["ddp", "ring", "zero1", "zero2", "fsdp", "local_sgd", "diloco"]))

@@ -70,6 +70,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "interleaved": {"pp": 2, "strategy.pipeline.kind": "interleaved", "microbatches": 4},
     "zero bubble": {"pp": 2, "strategy.pipeline.kind": "zero_bubble", "microbatches": 4},
     "zbv": {"pp": 2, "strategy.pipeline.kind": "zbv", "microbatches": 4},
+    "dualpipev": {"pp": 2, "strategy.pipeline.kind": "dualpipev", "microbatches": 4},
     "experts, capacity": {"dp": 4, "ep": 2, **EXPERTS, "model.router.capacity_factor": 1.25},
     "experts, dropless": {"dp": 4, "ep": 4, **EXPERTS, "pp": 2, "microbatches": 2},
     "experts over dp x tp": {"dp": 2, "tp": 2, "ep": 4, "strategy.expert.tp": 1, **EXPERTS, "recompute": "full"},

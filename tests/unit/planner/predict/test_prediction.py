@@ -266,7 +266,7 @@ def test_a_row_of_a_run_is_judged_as_its_prediction_says() -> None:
 
 
 RECOMPUTE = ("none", "selective", "full")
-SCHEDULES = ["none", "naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
+SCHEDULES = ["none", "naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
 LITTLE_TO_COMPUTE = {"model.hidden": 64, "model.vocab": 64, "model.seq": 8, "model.layers": 8, "model.heads": 8}
 STRATEGIES: list[dict[str, object]] = [
     {},

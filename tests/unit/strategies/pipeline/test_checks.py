@@ -12,7 +12,7 @@ from parallelrun.planner.contract.plan import BatchSizes
 from parallelrun.planner.contract.request import Request
 from tests.plans import tiny_config, tiny_plan
 
-KINDS = ["naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
+KINDS = ["naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
 
 
 def request(pp: int, m: int | None, virtual_stages: int = 1, samples: int = 48, **overrides) -> Request:
@@ -46,7 +46,7 @@ def test_rounds_of_microbatches_must_be_equal(kind):
     assert problem.kind == "arithmetic" and problem.suggestion == "microbatches=6"
 
 
-@pytest.mark.parametrize("kind", ["interleaved", "zero_bubble", "zbv"])
+@pytest.mark.parametrize("kind", ["interleaved", "zero_bubble", "zbv", "dualpipev"])
 def test_chunks_have_no_meaning_on_one_rank(kind):
     problems = pipeline_schedule(kind).check(request(pp=1, m=4, virtual_stages=2))
     assert [problem.kind for problem in problems] == ["undefined"]

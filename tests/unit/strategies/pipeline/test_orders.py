@@ -26,12 +26,14 @@ CASES += [
     (kind, pp, c, m) for kind in ("interleaved", "zero_bubble") for c in (2, 3) for pp, m in SIZES if in_rounds(pp, m)
 ]
 CASES += [("zbv", pp, 2, m) for pp, m in SIZES]
+CASES += [("dualpipev", pp, 2, m) for pp, m in SIZES if m >= 2 * pp]
 FUNCTIONS = {
     "gpipe": schedules.gpipe,
     "1f1b": schedules.one_f_one_b,
     "interleaved": schedules.interleaved,
     "zero_bubble": schedules.zero_bubble,
     "zbv": schedules.zbv,
+    "dualpipev": schedules.dualpipev,
 }
 TORCH_NAMES = {
     "gpipe": "GPipe",
@@ -39,13 +41,16 @@ TORCH_NAMES = {
     "interleaved": "Interleaved1F1B",
     "zero_bubble": "InterleavedZeroBubble",
     "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
 }
 
 
 def torchs_actions(name: str, pp: int, m: int, virtual_stages: int) -> list[list[tuple[str, int, int]]]:
     """The actions of torch's schedule in order: (kind, stage, microbatch) per pp rank."""
     orders = get_schedule_ops(name, pp, m, virtual_stages if virtual_stages > 1 else None)
-    actions = [[action for action in order if action is not None] for order in orders]
+    actions = [
+        [part for action in order if action is not None for part in action.sub_actions or (action,)] for order in orders
+    ]
     return [
         [(str(a.computation_type.value), a.stage_index, a.microbatch_index or 0) for a in order
          if a.computation_type.value in ("F", "B", "I", "W")]

@@ -80,7 +80,7 @@ def test_the_parts_are_the_time_in_which_ranks_work(name):
     plan, cluster = planned(*PLANS[name]), composed(*PLANS[name]).config.cluster
     model = step.StepModel(cluster)
     stages, messages = model.stages(plan), model.messages(plan)
-    _, busy = step._schedule(plan, cluster, stages, messages)
+    _, busy, _ = step._schedule(plan, cluster, stages, messages)
     count = plan.batch.microbatches
     assert sum(step._parts_of(plan, stages).values()) + messages * count == pytest.approx(busy, rel=1e-12)
 
