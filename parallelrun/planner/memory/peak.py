@@ -92,6 +92,7 @@ class ScheduleTraversal:
         """
         begun: Counter[int] = Counter()  # backward passes by stage
         batch, gradients = batch_bytes(self._plan, self._pp_rank), 0
+        sums_alone = "BW" if self._plan.pipeline.splits_backward else ""  # else with the blocks of the pass
         reduced: set[int] = set()  # stages whose sums have begun
         apart = 0  # of microbatches whose weight gradients are not computed yet, beside what is saved for them
         bytes_apart = {index: self._apart(index) for index in self._blocks}
@@ -116,7 +117,7 @@ class ScheduleTraversal:
                 begun[index] += 1 if reducing[index] is None else 0  # each pass of others is as the first
             if split:
                 apart += bytes_apart[index] if kind == "I" else -bytes_apart[index]
-            if kind in "BW" and (sizes := reducing[index]) is not None:
+            if kind in sums_alone and (sizes := reducing[index]) is not None:
                 left, temporary = activations - self._kept[index], batch + apart + self._complete(index) + sizes[0]
                 if gradients + left + temporary > peak.tensors:
                     peak = Memory(0, gradients, 0, left, temporary)
