@@ -31,7 +31,6 @@ SMALL_BUCKETS = {"strategy.data.bucket_mb": 0.01}
 SEQUENCE = {"strategy.tensor.sequence_parallel": True}
 PIPELINE = {"pp": 2, "microbatches": 4}
 INTERLEAVED = {**PIPELINE, "strategy.pipeline.kind": "interleaved", "model.layers": 4}
-ZBV = {"strategy.pipeline.kind": "zbv"}
 # eps far above a gradient of pure noise (a key's bias), which Adagrad would else make as large as any other
 ADAGRAD = {"optimizer.name": "adagrad", "optimizer.eps": 1e-2, "verify.optimizer": "same"}
 UNEVEN = {"model.vocab": 37, "dataset.vocab": 37, "global_batch": 16, "optimizer.clip": 0.3}
@@ -74,7 +73,13 @@ CELLS: dict[str, dict[str, Any]] = {
         **FSDP,
         **REDUCED_EACH,
     },
-    "fsdp under zbv, reduced in each pass": {"dp": 2, **INTERLEAVED, **ZBV, **FSDP, **REDUCED_EACH},
+    "fsdp under dualpipev, reduced in each pass, split or not": {
+        "dp": 2,
+        **INTERLEAVED,
+        "strategy.pipeline.kind": "dualpipev",
+        **FSDP,
+        **REDUCED_EACH,
+    },
     "hsdp x zero bubble, reduced in each pass": {
         "dp": 4,
         "pp": 2,
@@ -94,7 +99,7 @@ FULL_MATRIX = (
     "naive ddp x pp x tp: a tied weight in two stages", "zero1, accumulation", "zero2, an empty chunk",
     "zero2, recomputed", "zero1 x tp, adagrad", "fsdp x pp, adagrad", "fsdp x tp, sequence parallel",
     "fsdp, reduced once a step", "zero2 x tp, sequence parallel",
-    "fsdp under zbv, reduced in each pass", "hsdp x zero bubble, reduced in each pass",
+    "fsdp under dualpipev, reduced in each pass, split or not", "hsdp x zero bubble, reduced in each pass",
     "fsdp x pp, reduced once a step",
 )  # fmt: skip
 

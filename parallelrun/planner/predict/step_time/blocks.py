@@ -77,8 +77,8 @@ def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rate
         if rates.synchronous and kind == TENSOR:
             seconds += host.around_layers_s(row, plan, rates)
         parts[kind] = parts.get(kind, 0.0) + share * seconds
-        if kind == EXPERT and not experts.are_rows(row):
-            time.waits[parts is backward or 2 * (parts is time.again)] -= share * seconds
+        if experts.waits(row, plan, rates):
+            time.waits[parts is backward or 2 * (parts is time.again)] += share * seconds
         if parts is not time.again:
             calls[parts is backward] += share * row.calls
             checks[parts is backward] += share * row.calls * host.check_s(prediction.group_size(plan, row.axis), plan)
@@ -115,8 +115,7 @@ def _hide_all_to_alls(
             beside = _products(shared, plan, linear, is_backward)[PRODUCTS]
             left = experts.exposed_s(sent, grouped[is_backward], beside, plan.expert.chunks)
             parts[EXPERT] = left + SLOWED * (sent - left)
-        if plan.expert.overlap and not plan.stack.expert_overlap:
-            time.waits[number] = max(0.0, time.waits[number] + parts.get(EXPERT, 0.0))
+            time.waits[number] *= parts[EXPERT] / sent
 
 
 def _add_host(

@@ -97,6 +97,12 @@ def are_rows(row: Collective) -> bool:
     return row.operation == "all_to_all" and row.purpose == ROWS
 
 
+def waits(row: Collective, plan: Plan, rates: Rates) -> bool:
+    """Whether a pass waits for a collective where a pass of another stage may compute."""
+    hides = plan.expert is not None and plan.expert.overlap and not plan.stack.expert_overlap
+    return hides and are_rows(row) and not rates.synchronous
+
+
 def sent(row: Collective, plan: Plan, cluster: ClusterConfig) -> float:
     """The part of an all-to-all's bytes between hosts that the program sends: all, or a token's row once a host.
 

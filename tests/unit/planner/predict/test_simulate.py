@@ -7,7 +7,16 @@ import random
 import pytest
 
 from parallelrun.planner.contract.pipeline_schedule import Action
-from parallelrun.planner.predict.simulate import FEW_ACTIONS, _simulate_with, action_times, of_plan, run, simulate
+from parallelrun.planner.predict.simulate import (
+    FEW_ACTIONS,
+    PAIRED,
+    _simulate_with,
+    action_times,
+    of_plan,
+    of_schedule,
+    run,
+    simulate,
+)
 from tests.plans import tiny_plan
 
 
@@ -54,6 +63,24 @@ def test_zero_bubble_idles_a_third_of_1f1b_and_zbv_less():
     assert simulated(schedule("zbv", 4, 16, 2)).bubble_of_ideal < split
 
 
+@pytest.mark.parametrize(("pp", "m"), [(2, 4), (4, 8), (4, 16), (8, 24)])
+def test_dualpipev_idles_as_long_as_its_authors_say(pp, m):
+    """(PP / 2 - 1) (F&B + B - 3 W) with PP = 2 pp stages (DeepSeek's DualPipe repository): the table of schedules."""
+    simulation = of_schedule(schedule("dualpipev", pp, m, 2))
+    assert simulation.makespan == pytest.approx(6 * m + (pp - 1) * (3 + 2 - 3))
+    assert simulation.bubble_of_ideal == pytest.approx((pp - 1) / (3 * m))
+
+
+def test_a_pair_begins_with_the_inputs_of_both_and_sends_when_both_have_ended():
+    first = [Action("F", 0, 0), Action("F", 0, 1), Action("B", 3, 0), Action("F", 3, 1)]
+    second = [Action("F", 1, 0), Action("F", 2, 0), Action("F", 1, 1), Action("F", 2, 1)]
+    order = [[first[0], Action("F", 3, 0), *first[1:]], second]
+    times = {"F": [1.0] * 4, "B": [2.0] * 4, PAIRED["F"]: [0.5] * 4, PAIRED["B"]: [1.5] * 4}
+    simulation = simulate(order, times, 4)
+    assert [(event.begin, event.end) for event in simulation.events(0)] == [(0, 1), (3, 4), (4, 4.5), (4.5, 6), (8, 9)]
+    assert simulation.busy == (5.0, 4.0)
+
+
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"])
 def test_no_action_begins_before_its_inputs_and_none_overlaps_on_a_coordinate(kind):
     plan = schedule(kind, 4, 8, 2 if kind in ("interleaved", "zbv") else 1)
@@ -85,7 +112,8 @@ def test_a_schedule_that_deadlocks_is_found():
 
 
 @pytest.mark.parametrize(
-    ("kind", "virtual_stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zbv", 2)]
+    ("kind", "virtual_stages"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zbv", 2), ("dualpipev", 2)],
 )
 def test_many_microbatches_are_added_up_to_what_simulating_them_all_gives(kind, virtual_stages, monkeypatch):
     monkeypatch.setattr("parallelrun.planner.predict.simulate.FEW_ACTIONS", 0)

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from parallelrun.planner.predict.step_time import blocks, experts
+from parallelrun.planner.predict import simulate
+from parallelrun.planner.predict.step_time import blocks, experts, pairs
 from parallelrun.planner.predict.step_time.blocks import block_time
 from parallelrun.planner.predict.step_time.kernels import product_s
 from parallelrun.planner.predict.step_time.links import collective_s
+from parallelrun.planner.predict.step_time.overlap import SLOWED
 from parallelrun.planner.predict.step_time.rates import rates_of
+from parallelrun.planner.predict.step_time.step import step_time
 from tests.unit.config.test_presets import composed
 from tests.unit.config.test_presets import plan as planned
 from tests.unit.planner.predict.step_time.test_step_time import with_stack
@@ -38,6 +41,25 @@ def test_rows_and_matrices_of_a_ranks_experts(words, rows, matrix):
     assert found.matrices[2] == (matrix[0], matrix[2], matrix[1])
     dense = planned("model=llama3_8b")
     assert experts.shapes(dense.spec.blocks[1], dense) is None
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_pass_hides_the_all_to_alls_of_another_where_they_take_turns(recompute):
+    """Half of those of a backward pass with recomputation: it waits twice as often as a forward pass."""
+    words = (*MIXTRAL, "pp=4", "dp=8", "ep=8", "cluster.gpus_per_node=1", "strategy.expert.chunks=1")
+    found = {}
+    for schedule in ("zbv", "dualpipev"):
+        config = composed(*words, f"schedule={schedule}", f"recompute={recompute}").config
+        found[schedule] = step_time(planned(*words, f"schedule={schedule}", f"recompute={recompute}"), config.cluster)
+    assert sum(found["dualpipev"].parts.values()) == pytest.approx(found["dualpipev"].step_s)
+    alone, turns = (found[schedule].parts[blocks.EXPERT] for schedule in ("zbv", "dualpipev"))
+    assert 0 < turns < alone and (recompute == "full" or found["dualpipev"].step_s < found["zbv"].step_s)
+    forward, backward = pairs.PassTime(3.0, 1.0, 2), pairs.PassTime(8.0, 2.0, 2 if recompute == "none" else 4)
+    stages = [(forward, backward)] * 8
+    paired = pairs.times(stages, planned(*words, "schedule=dualpipev"))
+    assert paired[simulate.PAIRED["F"]] == pytest.approx([3.0 - 1.0 + SLOWED] * 8)
+    hidden = 2.0 if recompute == "none" else 1.0
+    assert paired[simulate.PAIRED["B"]] == pytest.approx([8.0 - (1 - SLOWED) * hidden] * 8)
 
 
 def test_few_rows_an_expert_take_as_long_as_reading_its_weights():
