@@ -24,7 +24,15 @@ ZERO1, FSDP = ({"dp": 2, "strategy.data.kind": kind} for kind in ("zero1", "fsdp
 SHORT = {"global_batch": 16}
 CELLS: dict[str, dict[str, Any]] = {
     "ahead, tied, tp sequence, capped chunks": {**TIED, "tp": 2, **SEQUENCE, "loss_chunks": 3, **CAP},
-    "ahead, packed, cp, z-loss": {**AHEAD, **Z_LOSS, "cp": 2, "dataset.pack": True, "model.seq": 16},
+    "ahead, gated experts, packed, cp, z-loss": {
+        **GATED,
+        **Z_LOSS,
+        "model.mtp_depth": 1,
+        "cp": 2,
+        "dataset.pack": True,
+        "model.seq": 16,
+    },
+    "ahead, packed, cp": {**AHEAD, "cp": 2, "dataset.pack": True, "model.seq": 16},
     "ahead, pp, fsdp": {**AHEAD, "pp": 2, **FSDP},
     "ahead, gated experts, ep, tp, z-loss": {**GATED, **Z_LOSS, "model.mtp_depth": 1, "dp": 2, "ep": 2, "tp": 2},
     "ahead, tied, ddp": {**TIED, "dp": 2},
@@ -53,9 +61,9 @@ CELLS: dict[str, dict[str, Any]] = {
     "gated experts, ep over tp": {**GATED, "tp": 2, "ep": 2, "strategy.expert.tp": 1},
     "gated experts, fsdp, recompute": {**GATED, **FSDP, "recompute": "full"},
 }
-BY_DEFAULT = [*CELLS][:4]
+BY_DEFAULT = [*CELLS][:2]
 
 
 @pytest.mark.parametrize("cell", CELLS if FULL else BY_DEFAULT)
 def test_objectives_under_a_plan_equal_one_device(cell: str) -> None:
-    assert_equal(parity({**SHORT, **CELLS[cell]}))
+    assert_equal(parity({**SHORT, **CELLS[cell]}, timeout=240.0))

@@ -40,7 +40,7 @@ def of_block(block: BlockSpec, plan: Plan, rates: Rates) -> Both:
     if block.kind == "transformer":
         return _of_transformer(block, rows * features, plan, rates)
     if block.kind == "head":
-        logits = plan.num_rows * spec.vocab / tp
+        logits = (1 + spec.mtp_depth) * plan.num_rows * spec.vocab / tp
         moved = LOGIT_ON_CPU if rates.synchronous else plan.stack.logit_bytes
         return streaming_s(moved[0] * logits, 6, rates), streaming_s(moved[1] * logits, 3, rates)
     both = streaming_s(EMBEDDING * rows * features, 4, rates)
