@@ -16,7 +16,8 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 @dataclass(frozen=True)
 class Precision:
     """dtype names as in torch. scaled: the loop scales the loss and skips overflowing steps (fp16). others: the
-    precision of everything else where only linear layers of blocks multiply in fp8 (`models.float8`)."""
+    precision of everything else where only linear layers of blocks multiply in fp8 (`models.float8`). rounding: how
+    weights that are stored in `compute` alone are rounded after each update (`optimizer.rounding`)."""
 
     name: str
     stored: str
@@ -25,6 +26,12 @@ class Precision:
     accurate: str
     scaled: bool = False
     others: str = ""
+    rounding: str = ""
+
+    def rounded(self, how: str) -> Precision:
+        """With weights and their gradients in the compute dtype alone, unless `how` updates are rounded is none."""
+        narrow = self.compute
+        return self if how == "none" else replace(self, stored=narrow, reduce=narrow, rounding=how)
 
 
 TABLE = {

@@ -222,7 +222,8 @@ def _wrong_state(index: Index, plan: Plan) -> list[str]:
     """Return messages about tensors that are neither weights nor state of the plan's parameters in shape and dtype."""
     additional = tuple(f"{kind}/" for kind in index.extra.get("kept", ()))
     names = {name: tuple(parameter.shape) for name, parameter in plan.spec.parameters.items()}
-    dtypes = {name: parameter.stored or plan.precision.stored for name, parameter in plan.spec.parameters.items()}
+    kinds_of = plan.precision.stored, plan.precision.accurate  # of weights, and of what is kept beside them
+    dtypes = {name: [p.stored or dtype for dtype in kinds_of] for name, p in plan.spec.parameters.items()}
     wrong = []
     for key, tensor in index.tensors.items():
         base = _REPLICA.sub("", key, count=1)
@@ -232,8 +233,11 @@ def _wrong_state(index: Index, plan: Plan) -> list[str]:
             wrong.append(f"{key} belongs to no parameter")
         elif tensor.shape != _own_shape(prefix, names[name]) and not (kind and tensor.shape == ()):
             wrong.append(f"{key} is {list(tensor.shape)}, its parameter {list(names[name])}")
-        elif tensor.dtype != dtypes[name] and not (kind == "step" and tensor.dtype == "float32"):
-            wrong.append(f"{key} is {tensor.dtype}, expected {dtypes[name]}")
+        elif tensor.dtype != (dtype := dtypes[name][prefix != "model/"]) and (kind, tensor.dtype) != (
+            "step",
+            "float32",
+        ):
+            wrong.append(f"{key} is {tensor.dtype}, expected {dtype}")
     for name, kinds in index.state_kinds.items():
         rule = update_rule(plan.spec.parameters[name], plan) if name in names else plan.optimizer
         wanted = OPTIMIZERS[rule].state_names

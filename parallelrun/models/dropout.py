@@ -61,7 +61,7 @@ def keep_mask(key: int, sample_ids: Tensor, rows: Tensor, columns: Tensor, rate:
     """
     assert 0.0 <= rate < 1.0, f"dropout rate {rate} is outside [0, 1)"
     # signed 32 bits are uniform over [-2^31, 2^31)
-    return _bits(key, sample_ids, rows, columns) >= round(rate * 2**32) - 2**31
+    return random_bits(key, sample_ids, rows, columns) >= round(rate * 2**32) - 2**31
 
 
 def uniform(key: int, sample_ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -69,10 +69,10 @@ def uniform(key: int, sample_ids: Tensor, rows: Tensor, columns: Tensor) -> Tens
 
     Multiples of 2^-24, so that they are the same numbers in fp32 and fp64.
     """
-    return _shifted(_bits(key, sample_ids, rows, columns), 8).to(torch.float32) * 2.0**-24
+    return _shifted(random_bits(key, sample_ids, rows, columns), 8).to(torch.float32) * 2.0**-24
 
 
-def _bits(key: int, sample_ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def random_bits(key: int, sample_ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """int32 (samples, rows, columns), all 32 bits random."""
     row_keys = _mix64(_mix64(sample_ids + key).unsqueeze(1) + rows)
     first, second = row_keys.to(torch.int32), (row_keys >> 32).to(torch.int32)

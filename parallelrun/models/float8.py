@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from parallelrun.models.functions import cast, cast_all
 
 OPERAND, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 FUSED, SPLIT = "fused", "split"  # split: backward computes gradients of inputs and of weights in passes of their own
-SMALLEST = -126  # exponent of a scale: of the normal numbers in fp32
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,17 @@ def quantise(matrix: Tensor, kind: torch.dtype = OPERAND) -> Float8:
     """
     if matrix.dtype == torch.float64:
         significand, exponent = torch.frexp(matrix)
-        bits = 1 / torch.finfo(kind).eps  # 2 ** those of the significand that are stored, 3 or 2
-        return Float8(
-            torch.ldexp((2 * bits * significand).round_(), exponent) / (2 * bits), matrix.new_ones(()), matrix.dtype
-        )
+        parts = 2 / torch.finfo(kind).eps  # 2 ** the bits of the significand: 4 or 3
+        values = torch.ldexp((parts * significand).round_(), exponent) / parts
+        return Float8(values, matrix.new_ones(()), matrix.dtype)
     smallest, largest = matrix.detach().aminmax()
     ratio = torch.maximum(-smallest, largest).float() / torch.finfo(kind).max
-    scale = torch.ldexp(torch.ones_like(ratio), torch.frexp(ratio).exponent.clamp(min=SMALLEST))
+    scale = torch.ldexp(torch.ones_like(ratio), torch.frexp(ratio).exponent.clamp(min=-126))
     scale = torch.where(ratio.isfinite(), scale, ratio)  # rounding would make a finite number of an infinite one
     return Float8((matrix / scale).to(kind), scale, matrix.dtype)
 
 
-def quantise_gradient(matrix: Tensor) -> Float8:
-    return quantise(matrix, GRADIENT)
+quantise_gradient = partial(quantise, kind=GRADIENT)
 
 
 def sum_of_products(grads: Sequence[Float8], weights: Sequence[Tensor]) -> Tensor:

@@ -123,13 +123,6 @@ class RowLinear(UnsplitLinear):
     layer_role = "row_parallel"
 
 
-def multiply_in_float8(block: nn.Module, kind: str) -> None:
-    """Let a block's linear layers multiply in 8 bits. kind: see `models.float8`."""
-    for layer in block.modules():
-        if isinstance(layer, (ColumnLinear, UnsplitLinear)):
-            layer.float8, layer.__dict__["uncompiled"] = kind, ("forward",)
-
-
 class TokenEmbedding(RoleLayer):
     """Token ids (batch, seq) -> rows of `weight` (vocab, hidden), in the compute dtype."""
 

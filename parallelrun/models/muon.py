@@ -24,10 +24,8 @@ EPSILON = 1e-7
 
 
 class Muon:
-    """The update of this rank's parts of matrices. state: one `momentum_buffer` for each tensor, of its shape.
-
-    Tensors may be on the host: only what is orthogonalised is then on the device.
-    """
+    """The update of this rank's parts of matrices. state: one `momentum_buffer` for each tensor, of its shape. These
+    may be on the host: only what is orthogonalised is then on the device."""
 
     def __init__(self, parameters: Sequence[LocalParameter], config: OptimizerConfig, plan: Plan, mesh: Mesh):
         self.param_groups = [{"lr": config.lr}]

@@ -64,6 +64,7 @@ def world(overrides):
 RESUMED = {
     "zero1_fp8_offload": {**ROUNDED, "precision.name": "fp8", "optimizer.offload": True}, "zero2": ZERO2,
     "fsdp_tp2_muon_offload": {**FSDP, **MUON, "optimizer.offload": True}, "tp2_pp2": PIPELINE,
+    "zero1_tp2_rounded_at_random": {**ROUNDED, "tp": 2, "optimizer.rounding": "stochastic"},
     "local_sgd_ep2": REPLICAS, "powersgd_ep2": POWERSGD, "diloco_pp2": DILOCO, "batch_norm": IMAGES, "experts": SPREAD,
 }  # fmt: skip  # other tests of this file resume "one" and context parallelism, packed
 if not FULL:  # their parts are in the others, and in the other tests of this file

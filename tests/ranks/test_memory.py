@@ -170,6 +170,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "diloco, highest when replicas meet, two buckets": FEW | data("diloco", sync_every=2, bucket_mb=0.1),
     "moe ep": MOE | data("ddp") | {"ep": 2},
     "tp": GPT | {"tp": 2},
+    "fsdp bf16, rounded at random, few tokens": FEW | data("fsdp") | BF16 | {"optimizer.rounding": "stochastic"},
     "tp sequence fp8": GPT | {"tp": 2, "precision.name": "fp8"} | SEQUENCE,
     "1f1b": GPT | pipeline("1f1b"),
     "interleaved": GPT | pipeline("interleaved") | {"model.layers": 4},

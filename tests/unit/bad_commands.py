@@ -184,6 +184,7 @@ steps=1.5 => did you mean: steps=1 or steps=2
 seed=1e400 => did you mean: seed=1234
 compile=2 => did you mean: compile=true or compile=false
 model=resnet precision=fp8
+optimizer.rounding=stochastic
 tp=4 layout=2d precision=fp8 => layout=1d
 name=../x => name
 name=a/b

@@ -129,6 +129,7 @@ class OptimizerConfig:
     )
     clip: float = key(1.0, "largest global gradient norm; 0: no clipping", least=0)
     offload: bool = key(False, "keep the optimizer's state in host memory, and update the weights there")
+    rounding: str = key("none", "stochastic: weights are bf16 without fp32 copies", choices=("none", "stochastic"))
     lr_scale: Any = key(None, "factor on lr: a number, or linear for dp; null: 1")
 
 

@@ -59,8 +59,7 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 def has_scaled_product(left: Tensor, right: Tensor) -> bool:
-    """Return whether the device multiplies matrices in float8 itself: NVIDIA's from Ada on, sizes that are multiples of
-    16."""
+    """Return whether the device multiplies in float8 itself: NVIDIA's from Ada on, sizes that are multiples of 16."""
     if not left.is_cuda or torch.version.hip or any(size % 16 for size in (*left.shape, *right.shape)):
         return False
     return torch.cuda.get_device_capability(left.device) >= (8, 9)

@@ -25,6 +25,7 @@ from parallelrun.planner.memory.backward_block import backward_blocks, bytes_beh
 from parallelrun.planner.pieces import orthogonalising
 
 ROUNDS = 3  # of pp microbatches, after which a schedule that repeats itself has held as much as it ever will
+ROUNDING_BYTES = 16  # of an element of the tensor that is rounded: widened, and what random bits are mixed from
 INDEX_BYTES = 8  # of a token, of a target and of a sample's index
 
 
@@ -125,10 +126,19 @@ class ScheduleTraversal:
                 reduced.add(index)
         plan = self._plan
         last = plan.data.ending_bytes(self._pp_rank, self._coordinate, plan) if plan.num_data_ranks > 1 else 0
-        if updating := orthogonalising.step_bytes(plan, self._coordinate):  # beside gradients that are final
+        if updating := self._updating(plan):  # beside gradients that are final
             last = max(last, updating + (0 if plan.data.keeps_gradients(plan) else last))
         end = Memory(0, gradients, 0, 0, last + batch)
         return end if end.tensors > peak.tensors else peak
+
+    def _updating(self, plan: Plan) -> int:
+        """The bytes that the update needs beside weights, gradients and state."""
+        if not plan.precision.rounding:
+            return orthogonalising.step_bytes(plan, self._coordinate)
+        parameters = distinct_parameters(plan, self._pp_rank)
+        layouts = ((plan.data.state_layout(p.spec, p.layout, plan), p.spec.shape) for p, _ in parameters)
+        numels = (layout.local_numel(shape, plan.mesh.sizes, self._coordinate) for layout, shape in layouts)
+        return ROUNDING_BYTES * max(numels, default=0)
 
     def host_bytes(self) -> int:
         """Bytes of the inputs of blocks that wait in host memory, at most."""

@@ -219,13 +219,14 @@ def checkpoint_bytes(plan: Plan) -> int:
     Each element is saved once, and once more for each replica that trains independently.
     """
     trained = [p for p in plan.spec.parameters.values() if not p.frozen]
-    state = plan.spec.num_parameters + sum(p.numel * num_states(p, plan) for p in trained)
+    states = sum(p.numel * num_states(p, plan) for p in trained)
     replicas = plan.num_replicas
     copies = 1 + replicas if plan.data.independent and replicas > 1 else 1
     stored = BYTES[plan.precision.stored]
     narrower = sum(p.numel * (stored - BYTES[p.stored]) for p in plan.spec.parameters.values() if p.stored)
-    elements = state * copies + sum(p.numel for p in trained) * plan.data.kept_states
-    return elements * stored - narrower * copies + plan.data.saved_bytes(plan)
+    elements = (plan.spec.num_parameters + states) * copies + sum(p.numel for p in trained) * plan.data.kept_states
+    wider = states * (BYTES[plan.precision.accurate] - stored)  # no weights of replicas are so
+    return elements * stored + wider - narrower * copies + plan.data.saved_bytes(plan)
 
 
 def copied_bytes(config: Config, plan: Plan) -> int:

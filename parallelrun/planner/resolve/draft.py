@@ -8,6 +8,7 @@ from parallelrun.base.errors import Problem
 from parallelrun.base.precision import TABLE
 from parallelrun.base.wording import counted, either
 from parallelrun.config.schema.run_schema import Config, PipelineConfig
+from parallelrun.config.schema.stack_schema import OWN
 from parallelrun.planner.contract.classes import (
     StrategyClasses,
     context_strategy,
@@ -100,7 +101,7 @@ class PlanDraft:
             return request
         request = replace(request, batch=batch)
         problems += violations(batch) + check_length(request) + check_loss_chunks(request, strategies)
-        problems += check_offload(request, strategies)
+        problems += check_offload(request, strategies) or check_rounding(request, strategies)
         problems += strategies.tensor.check(request) + strategies.data.check(request)
         problems += strategies.expert.check(request) if strategies.expert else []
         problems += routing.check(request, parts)
@@ -141,7 +142,7 @@ class PlanDraft:
             pipeline=strategies.pipeline.resolve(request),
             stages=stages,
             spec=request.spec,
-            precision=config.stack.precision(TABLE[config.precision.name]),
+            precision=config.stack.precision(TABLE[config.precision.name]).rounded(config.optimizer.rounding),
             recompute=config.recompute,
             dropout=config.dropout,
             loss_chunks=config.loss_chunks,
@@ -259,3 +260,16 @@ def check_offload(request: Request, strategies: StrategyClasses) -> list[Problem
         message = f"{key}=true: sdc.every compares the optimizer's state on the devices"
         return [Problem(message, "sdc.every", f"sdc.every=0 or {key}=false", kind="not_built")]
     return []
+
+
+def check_rounding(request: Request, strategies: StrategyClasses) -> list[Problem]:
+    """Check that weights in bf16 alone are changed by one update a step, an element at a time, which counts steps."""
+    config, router, kind = request.config, request.spec.router, OPTIMIZERS[request.config.optimizer.name]
+    is_built = kind.elementwise and "step" in kind.state_names and not config.optimizer.offload
+    is_built &= TABLE[config.precision.name].compute == "bfloat16" and config.stack.name == OWN
+    is_built &= not (strategies.data.has_servers or strategies.data.resolve(request).independent)
+    is_built &= not (router and router.bias_rate) and request.spec.kind == "tokens"  # statistics need more bits
+    if is_built or config.optimizer.rounding == "none":
+        return []
+    message = "optimizer.rounding needs bf16, AdamW or Adagrad on devices, equal replicas, no BatchNorm nor bias_rate"
+    return [Problem(message, "optimizer.rounding", "optimizer.rounding=none", kind="not_built")]

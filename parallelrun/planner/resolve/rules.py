@@ -176,21 +176,16 @@ def check_products(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
     split their samples, as dp does, and its columns compute them again. Nor do grids add up panels in 8 bits.
     """
     kind, precision = config.strategy.tensor.kind, TABLE.get(config.precision.name)
+    strategy = tensor_strategy(kind) if has("strategies", f"tensor.{kind}") else None
     if precision and precision.others:
         what, fix = f"precision={precision.name}: linear layers of transformers multiply in 8 bits", precision.others
         if not any(block.kind == "transformer" for block in spec.blocks):
             message = f"{what}, and model={spec.name} has none"
             return [Problem(message, "precision", f"precision={fix}", kind="undefined")]
-        if (
-            tp > 1
-            and config.stack.name == OWN
-            and not (has("strategies", f"tensor.{kind}") and tensor_strategy(kind).is_one_dimensional)
-        ):
+        if tp > 1 and config.stack.name == OWN and not (strategy and strategy.is_one_dimensional):
             message = f"{what} under layout=1d, not under layout={kind}"
             return [Problem(message, "layout", f"layout=1d or precision={fix}", kind="not_built")]
-    if spec.kind != "images" or tp == 1:
-        return []
-    if not (has("strategies", f"tensor.{kind}") and tensor_strategy(kind).splits_images):
+    if spec.kind == "images" and tp > 1 and not (strategy and strategy.splits_images):
         message = f"model={spec.name}: layout={kind} does not split channels of images, only layout=1d is built"
         return [Problem(message, "layout", "layout=1d or strategy=tp", kind="not_built")]
     return []

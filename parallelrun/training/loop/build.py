@@ -20,9 +20,10 @@ from parallelrun.distributed.mesh import Mesh, build_mesh
 from parallelrun.models import initialise, recompute
 from parallelrun.models.chunked_loss import defer_logits
 from parallelrun.models.float8 import FUSED, SPLIT
-from parallelrun.models.layers import multiply_in_float8
+from parallelrun.models.layers import ColumnLinear, UnsplitLinear
 from parallelrun.models.network import Network, compile_blocks
 from parallelrun.models.optimizer import OffloadedOptimizer, Optimizer
+from parallelrun.models.rounded_optimizer import RoundedOptimizer
 from parallelrun.models.vision.batch_norm import give_sets
 from parallelrun.planner.contract.optimizers import with_lr_scale
 from parallelrun.planner.contract.parameters import LocalParameter, uses_rounded
@@ -148,8 +149,11 @@ def build_model_parts(config: Config, plan: Plan, mesh: Mesh, network: Network |
     network = network or whole_network(config, plan)
     network.keep([name for stage in stages for name in stage.blocks])
     if plan.precision.others:  # before layers are replaced by those of a tensor strategy, which take over what it sets
-        for name in network.block_names:
-            multiply_in_float8(network.block(name), SPLIT if plan.pipeline.splits_backward else FUSED)
+        blocks = [network.block(name) for name in network.block_names if plan.spec.block(name).kind == "transformer"]
+        for layer in (module for block in blocks for module in block.modules()):
+            if isinstance(layer, (ColumnLinear, UnsplitLinear)):
+                layer.float8 = SPLIT if plan.pipeline.splits_backward else FUSED
+                layer.__dict__["uncompiled"] = ("forward",)
     if plan.sample_sets is not None:
         give_sets(network, plan, mesh)
     if plan.context:
@@ -184,6 +188,8 @@ def build(config: Config, plan: Plan, device: torch.device, network: Network | N
     eval_batches = max(1, min(config.eval.batches, len(dataset.val) // size))
     last_step = config.bench.warmup + config.bench.steps if config.verb == "bench" else config.steps
     num_workers = config.dataset.num_workers
+    offloads, rounds = plan.offloads_optimizer, plan.precision.rounding
+    update = RoundedOptimizer if rounds else OffloadedOptimizer if offloads else Optimizer
     return Training(
         config=config,
         plan=plan,
@@ -192,9 +198,7 @@ def build(config: Config, plan: Plan, device: torch.device, network: Network | N
         data=data,
         gradients=Gradients(data.parameters, plan, mesh, data.flat_gradients),
         runner=build_runner(model_parts, plan, mesh),
-        optimizer=(OffloadedOptimizer if plan.offloads_optimizer else Optimizer)(
-            config.optimizer, data.parameters, plan, mesh
-        ),
+        optimizer=update(config.optimizer, data.parameters, plan, mesh),
         reader=Reader(dataset.train, sampler, plan, mesh, last_step=last_step, num_workers=num_workers),
         eval_reader=Reader(dataset.val, eval_sampler, plan, mesh, last_step=eval_batches, num_workers=num_workers),
         eval_batches=eval_batches,

@@ -19,12 +19,11 @@ def checked_config(config: Config) -> Config:
     Products in fp8 stay so; all else is in verify's precision. SGD has a large learning rate, so that in fp32 too the
     updates are larger than the rounding of the weights.
     """
-    optimizer = config.optimizer
+    optimizer = replace(config.optimizer, rounding="none")
     if config.verify.optimizer != "same":
         optimizer = replace(optimizer, name="sgd", lr=1.0, momentum=0.0, schedule="constant", warmup=0)
-    name = config.verify.precision
-    name = "fp8_fp64" if name == "fp64" and TABLE[config.precision.name].others else name
-    precision = replace(config.precision, name=name)
+    in_fp8 = TABLE[config.precision.name].others and config.verify.precision == "fp64"
+    precision = replace(config.precision, name="fp8_fp64" if in_fp8 else config.verify.precision)
     return replace(config, optimizer=optimizer, precision=precision, resume=None)
 
 

@@ -90,14 +90,12 @@ class _OverlappedColumnLinear(torch.autograd.Function):
     backward gathers it again while it computes the input gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: Group, sequence_parallel: bool, in_float8: bool, *weights: Any
-    ) -> tuple[Any, ...]:
+    def forward(ctx: Any, x: Tensor, tp: TPContext, in_float8: bool, *weights: Any) -> tuple[Any, ...]:
         """`weights`: weight and bias (or None) of each output in turn, as stored; they are rounded to x's dtype."""
-        ctx.group, ctx.sequence_parallel, ctx.in_float8 = group, sequence_parallel, in_float8
+        ctx.group, ctx.sequence_parallel, ctx.in_float8 = tp.group, tp.sequence_parallel, in_float8
         ctx.has_bias = [bias is not None for bias in weights[1::2]]
         ctx.save_for_backward(x, *weights[::2])
-        gathered = comm.all_gather(x, group, PURPOSE, SEQUENCE_DIM) if sequence_parallel else x
+        gathered = comm.all_gather(x, tp.group, PURPOSE, SEQUENCE_DIM) if tp.sequence_parallel else x
         if in_float8:
             return float8.results(gathered, weights)
         rounded = cast_all(weights, x.dtype)
@@ -106,7 +104,7 @@ class _OverlappedColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        wants_weights = any(ctx.needs_input_grad[4::2])
+        wants_weights = any(ctx.needs_input_grad[3::2])
         gathering = _start_gather(x, ctx.group) if ctx.sequence_parallel and wants_weights else None
         flat = [grad.flatten(0, -2) for grad in grads]
         operands: list[Any] = [*map(float8.quantise_gradient, flat)] if ctx.in_float8 else flat
@@ -120,9 +118,9 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         rows = float8.quantise(rows) if ctx.in_float8 else rows
         out: list[Tensor | None] = []
         for number, grad in enumerate(flat):
-            wanted = ctx.needs_input_grad[4 + 2 * number]
+            wanted = ctx.needs_input_grad[3 + 2 * number]
             out += operands[number].t() @ rows if wanted else None, grad.sum(0) if ctx.has_bias[number] else None
-        return reducing() if reducing else None, None, None, None, *cast_all(out, weights[0].dtype)
+        return reducing() if reducing else None, None, None, *cast_all(out, weights[0].dtype)
 
 
 class OverlappedColumnConvolution(torch.autograd.Function):
@@ -185,7 +183,7 @@ def column_parallel_linear(
     """
     if tp.overlap:
         flat = [part for pair in weights for part in pair]
-        return apply_to_all(_OverlappedColumnLinear, x, tp.group, tp.sequence_parallel, bool(in_float8), *flat)
+        return apply_to_all(_OverlappedColumnLinear, x, tp, bool(in_float8), *flat)
     gathered = copy_or_gather(x, tp)
     if in_float8:
         return float8.multiply(gathered, weights, x.dtype, in_float8)

@@ -290,9 +290,8 @@ def _casts_s(block: BlockSpec, shapes: Sequence[Shape], plan: Plan, rates: Rates
     in fp8, all operands of each product, as they are multiplied."""
     if not plan.stack.fp8_copies:
         operands = sum((rows + columns) * inner for rows, inner, columns in shapes)
-        products = operands, operands + sum(rows * columns for rows, _, columns in shapes)
-        forward, backward = (streaming_s(each * size, 6, rates) for each, size in zip(FP8_CASTS, products))
-        return forward, backward
+        results = operands + sum(rows * columns for rows, _, columns in shapes)
+        return streaming_s(FP8_CASTS[0] * operands, 6, rates), streaming_s(FP8_CASTS[1] * results, 6, rates)
     inputs = results = 0
     for layer, product in _dense_layers(block, plan):
         inputs += prod(product.x.local(plan.num_rows, layer.in_features, plan.mesh.sizes))

@@ -14,8 +14,7 @@ ALIGNMENTS = ((64, 1.15), (8, 2.0))
 # Bytes for each element of an operand in fp8: the largest is looked for, then all are rounded and written along and
 # across, as products in fp8 read both operands by their inner dim (Transformer Engine, current scaling).
 FP8_CAST = 6
-# The same for operations of torch, forward and backward: the largest is looked for, all are divided, then rounded, and
-# copied across in backward (`models.float8`).
+# Forward and backward, of `models.float8`, which looks for the largest, divides, rounds and, in backward, transposes.
 FP8_CASTS = (2 + 4 + 3, 2 + 4 + 3 + 2)
 
 

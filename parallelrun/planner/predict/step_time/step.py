@@ -94,7 +94,7 @@ class StepModel:
         stored, accurate = BYTES[plan.precision.stored], BYTES[plan.precision.accurate]
         # The factors below are of weights in the accurate dtype, of which a state may have a copy.
         weights = prediction.stored_bytes(plan) if plan.data.rounds_weights else weights * accurate // stored
-        states -= states // plan.optimizer_states if stored != accurate else 0
+        states -= states // plan.optimizer_states if stored != accurate and not plan.precision.rounding else 0
         muon = once(self._cache, ("muon", of_weights(plan)), lambda: orthogonalising_s(plan, self._cluster, rates))
         if muon is None:
             return None
