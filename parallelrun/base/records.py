@@ -1,4 +1,4 @@
-"""Writing a run's JSON files: atomically, with `schema: 1`; the hash of any file.
+"""Writing a run's JSON files: atomically, with `schema: 1`; dataclasses read from them; the hash of any file.
 
 JSON has no non-finite numbers: they become null, and the top-level object gets `nonfinite: true`.
 """
@@ -16,8 +16,10 @@ import re
 import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 SCHEMA = 1
 _SECRET = re.compile(r"(^|[._-])(api_?key|key|token|secret|passwords?|passwd|credentials?)s?($|[._-])", re.IGNORECASE)
@@ -86,6 +88,21 @@ def redacted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_password(text: str) -> str:
     return re.sub(r"(://[^/\s:@]*:)[^/\s@]+@", r"\1<redacted>@", text)
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """Return the `kind` of value that was written as JSON: a dataclass, a tuple or an optional one, and those in it.
+
+    Raises KeyError, TypeError or AttributeError for values of another form.
+    """
+    items = get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return None if value is None else typed(next(item for item in items if item is not type(None)), value)
+    if get_origin(kind) is tuple:
+        return tuple(typed(item, part) for item, part in zip(repeat(items[0]) if items[-1] is ... else items, value))
+    if dataclasses.is_dataclass(kind):
+        return cast(Any, kind)(**{name: typed(hint, value[name]) for name, hint in get_type_hints(kind).items()})
+    return value
 
 
 def sha256_of(path: Path) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun.base.errors import ConfigError, EnvironmentProblem, Problem
+from parallelrun.base.records import typed
 from parallelrun.cli.calibration import training
 from parallelrun.cli.calibration.measurements import Measurements, Sample, TimedExchange, TimedProduct, TimedStep
 from parallelrun.config import compose
@@ -60,13 +61,13 @@ class Session:
         on_cpu, own = not gpus, gpus or num_cores()
         with task_root("calibrate") as root:
             ranks = list(self._devices(root, own, on_cpu))
-            products = _over_ranks([row["products"] for row in ranks], TimedProduct)
+            products = _over_ranks([row["products"] for row in ranks])
             exchanges = list(self._exchanges(root, own, on_cpu))
             steps = list(self._trainings(root, own, on_cpu))
         if not steps:
             cause = f"no training was timed in seconds={self.seconds:g}: {self._skipped[-1]}"
             raise ConfigError(Problem(cause, "seconds", f"seconds={max(100.0, 2 * self.seconds):g}"))
-        peaks = _over_ranks([list(row["peaks"].values()) for row in ranks], TimedProduct)
+        peaks = _over_ranks([list(row["peaks"].values()) for row in ranks])
         return Measurements(
             device="cpu" if on_cpu else "cuda",
             cores=own,
@@ -95,11 +96,7 @@ class Session:
         for size in sizes:
             self.say(f"collectives of {size} ranks")
             by_rank = self._measured(root, size, on_cpu, ["exchanges"], SHORT_S)
-            rows = [
-                [TimedExchange(**{**row, "sample": Sample(**row["sample"])}) for row in rank["exchanges"]]
-                for rank in by_rank
-            ]
-            for same in zip(*rows):
+            for same in zip(*(typed(tuple[TimedExchange, ...], rank["exchanges"]) for rank in by_rank)):
                 slowest = max(row.sample.seconds for row in same)
                 yield replace(same[0], sample=Sample(slowest, _median(row.sample.spread for row in same)))
 
@@ -165,13 +162,12 @@ def sample_of(bench: dict[str, Any]) -> Sample:
     return Sample(bench["median_s"], spread)
 
 
-def _over_ranks(rows: list[list[dict[str, Any]]], kind: type[TimedProduct]) -> list[TimedProduct]:
+def _over_ranks(rows: list[list[dict[str, Any]]]) -> list[TimedProduct]:
     """The same measurements of several ranks, each by its medians."""
     medians = []
-    for same in zip(*rows):
-        samples = [Sample(**row["sample"]) for row in same]
-        middle = (_median(getattr(sample, name) for sample in samples) for name in ("seconds", "spread"))
-        medians.append(kind(**{**same[0], "sample": Sample(*middle)}))
+    for same in zip(*(typed(tuple[TimedProduct, ...], row) for row in rows)):
+        middle = (_median(getattr(row.sample, name) for row in same) for name in ("seconds", "spread"))
+        medians.append(replace(same[0], sample=Sample(*middle)))
     return medians
 
 

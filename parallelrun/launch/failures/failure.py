@@ -18,15 +18,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from parallelrun.base import errors, reserve, user_code
 from parallelrun.base.errors import EnvironmentProblem, ParallelrunError, Problem
-from parallelrun.base.records import write_json
+from parallelrun.base.records import typed, write_json
 from parallelrun.distributed import sequences
-from parallelrun.launch.failures import stall
 from parallelrun.launch.failures.stall import StalledOperation
-from parallelrun.launch.host import position
 from parallelrun.launch.host.heartbeat import Heartbeat, HeartbeatFile
 from parallelrun.launch.host.job import ConsoleOptions
 from parallelrun.launch.host.position import Position
@@ -157,15 +154,11 @@ def write_failure(directory: Path, failure: Failure) -> None:
 def read_failure(directory: Path, rank: int) -> Failure | None:
     """Return the failure that `rank` has written; None if there is none or it is incomplete."""
     try:
-        fields: dict[str, Any] = json.loads((directory / "errors" / f"rank_{rank}.json").read_text())
+        fields = json.loads((directory / "errors" / f"rank_{rank}.json").read_text())
     except (OSError, ValueError):
         return None
-    fields = {name: fields[name] for name in Failure.__dataclass_fields__}
-    problems = tuple(Problem(**problem) for problem in fields["problems"])
-    lost = tuple((rank, reason) for rank, reason in fields["lost"])
-    own, stalled = position.from_json(fields["position"]), stall.from_json(fields["stall"])
-    typed = {"problems": problems, "frames": tuple(fields["frames"]), "lost": lost, "position": own, "stall": stalled}
-    return Failure(**{**fields, **typed})
+    written: Failure = typed(Failure, fields)
+    return written
 
 
 def record(directory: Path, heartbeats: HeartbeatFile, failure: Failure) -> None:

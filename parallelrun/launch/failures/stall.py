@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from parallelrun.base.context import PendingCollective
 from parallelrun.launch.host.output import log_path
@@ -79,16 +78,6 @@ class StalledOperation:
             lines.append(f"  rank {absent.rank} ({absent.host}) {does}; log: {absent.log}")
             lines += [f"    in: {frame}" for frame in absent.frames[:_MOST_FRAMES]]
         return lines
-
-
-def from_json(fields: dict[str, Any] | None) -> StalledOperation | None:
-    """Return the operation whose fields were written as JSON; None for None."""
-    if fields is None:
-        return None
-    missing = tuple(Missing(**{**absent, "frames": tuple(absent["frames"])}) for absent in fields["missing"])
-    return StalledOperation(
-        **{**fields, "ranks": tuple(fields["ranks"]), "arrived": tuple(fields["arrived"]), "missing": missing}
-    )
 
 
 def find(

@@ -19,11 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from parallelrun.base import user_code
 from parallelrun.base.context import PendingCollective
-from parallelrun.base.records import write_json
+from parallelrun.base.records import typed, write_json
 
 SLEEPS, COMPUTES, WAITS = "sleeps", "computes", "waits for other ranks"
 ASK = signal.SIGUSR1  # faulthandler writes all stacks on it, too
@@ -58,17 +57,6 @@ class Position:
     def text(self) -> str:
         """The activity and the innermost function: `sleeps in forward (net.py:7)`."""
         return f"{self.activity} in {function_of(self.frames[0])}" if self.frames else self.activity
-
-
-def from_json(fields: dict[str, Any] | None) -> Position | None:
-    """Return the Position whose fields were written as JSON; None for None."""
-    if fields is None:
-        return None
-    wait = fields["waits_for"]
-    if wait is not None:
-        missing = None if wait["missing"] is None else tuple(wait["missing"])
-        wait = PendingCollective(**{**wait, "ranks": tuple(wait["ranks"]), "missing": missing})
-    return Position(fields["activity"], tuple(fields["frames"]), wait, fields["issued"], fields["in_collective"])
 
 
 def own_position() -> Position:
@@ -143,7 +131,8 @@ def path_of(directory: Path, rank: int) -> Path:
 def read_position(directory: Path, rank: int) -> Position | None:
     """Return the position that a rank has written; None if it has written none."""
     try:
-        return from_json(json.loads(path_of(directory, rank).read_text()))
+        written: Position = typed(Position, json.loads(path_of(directory, rank).read_text()))
+        return written
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

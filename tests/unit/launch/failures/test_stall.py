@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from parallelrun.base.context import PendingCollective
+from parallelrun.base.records import typed
 from parallelrun.launch.failures import stall
 from parallelrun.launch.host import position
 from parallelrun.launch.host.position import COMPUTES, SILENT, SLEEPS, STOPPED, WAITS, Position
@@ -30,7 +31,7 @@ def waits(group: str, ranks: tuple[int, ...], number: int, operation: str = "all
 
 def found(positions: dict[int, Position]) -> stall.StalledOperation:
     result = stall.find(positions, MESH, Path("/run"), dict.fromkeys(ALL, "host"))
-    assert result is not None and stall.from_json(json.loads(json.dumps(asdict(result)))) == result
+    assert result is not None and typed(stall.StalledOperation, json.loads(json.dumps(asdict(result)))) == result
     return result
 
 
@@ -175,4 +176,4 @@ def test_a_rank_says_what_it_does_and_where(does, expected):
     looking.join()
     assert told[0].activity == expected and "test_stall.py" in told[0].frames[0]
     assert told[0].in_collective == (does is wait) and f"{expected} in {does.__name__} (" in told[0].text
-    assert position.from_json(json.loads(json.dumps(asdict(told[0])))) == told[0]
+    assert typed(Position, json.loads(json.dumps(asdict(told[0])))) == told[0]
