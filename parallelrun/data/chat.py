@@ -8,7 +8,7 @@ answer is stored as ~id. Without a path, it reads a few small conversations that
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -141,14 +141,10 @@ def _facts(config: Config) -> tuple[str, Config, str, str]:
 def _write(template: ChatTemplate, prefix: Path, documents: Sequence[DocumentFile], settings: DatasetConfig) -> None:
     tokenizer = load_tokenizer(settings.tokenizer or BYTES, append_eod=False)
     progress = ReadingProgress("tokenizing")
-
-    def note(num_documents: int, num_tokens: int, digests: Mapping[str, str]) -> bytes:
-        used = {"tokenizer": settings.tokenizer, "tokenizer_sha256": tokenizer.identity.sha256}
-        counts = {"documents": num_documents, "tokens": num_tokens}
-        fields = {"schema": 1, **used, "chat_template": template.place, **counts, "sha256": digests}
-        return json.dumps(fields, indent=2, default=str).encode() + b"\n"
-
-    write_indexed(prefix, ([tokens] for tokens in _encoded(documents, tokenizer, template, progress)), ELEMENT, note)
+    used = {"tokenizer": settings.tokenizer, "tokenizer_sha256": tokenizer.identity.sha256}
+    note = {**used, "chat_template": template.place}
+    encoded = ([tokens] for tokens in _encoded(documents, tokenizer, template, progress))
+    write_indexed(prefix, encoded, ELEMENT, lambda: note)
     progress.close()
 
 

@@ -32,8 +32,6 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 ELEMENT_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 SMALL_VOCAB = 65500
-# Makes the content of PREFIX.json of the numbers of documents and of tokens and the sha256 of each file.
-Note = Callable[[int, int, Mapping[str, str]], bytes]
 # Files up to this size are scanned for their largest token id; for larger ones the user gives the vocab.
 SCAN_BYTES = 256 * 2**20
 
@@ -165,13 +163,17 @@ def open_indexed(prefix: Path) -> IndexedTokens:
 
 
 def write_indexed(
-    prefix: Path, documents: Iterable[Iterable[NDArray[Any]]], kind: np.dtype[Any], note: Note | None = None
+    prefix: Path,
+    documents: Iterable[Iterable[NDArray[Any]]],
+    kind: np.dtype[Any],
+    note: Callable[[], Mapping[str, Any]] | None = None,
 ) -> tuple[int, int]:
     """Write documents, each a run of sequences of token ids; returns (documents, tokens) written.
 
     The files are written under temporary names and renamed, the index last: an interrupted run leaves no complete
-    pair, nor a new file beside an old one. note: makes the content of PREFIX.json of the numbers of documents and
-    tokens, and the sha256 of each file. Raises ValueError for a token id that `kind` cannot hold, OSError.
+    pair, nor a new file beside an old one. note: called at the end, gives the fields of PREFIX.json beside the numbers
+    of documents and tokens, and the sha256 of each file. Raises ValueError for a token id that `kind` cannot hold,
+    OSError.
     """
     code = next(code for code, text in ELEMENT_TYPES.items() if np.dtype(text) == kind)
     bounds = np.iinfo(kind)
@@ -196,13 +198,12 @@ def write_indexed(
             stream.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(boundaries)))
             for numbers in (sizes, offsets.astype("<i8"), np.array(boundaries, dtype="<i8")):
                 stream.write(numbers.tobytes())
-        counts = len(boundaries) - 1, int(sizes.sum(dtype=np.int64))
+        num_documents, num_tokens = len(boundaries) - 1, int(sizes.sum(dtype=np.int64))
         if note is not None:
-            digests = {
-                beside(prefix, ".bin").name: digest.hexdigest(),
-                beside(prefix, ".idx").name: sha256_of(idx_part),
-            }
-            note_part.write_bytes(note(*counts, digests))
+            hashes = digest.hexdigest(), sha256_of(idx_part)
+            digests = {beside(prefix, suffix).name: text for suffix, text in zip((".bin", ".idx"), hashes)}
+            fields = {"schema": 1, **note(), "documents": num_documents, "tokens": num_tokens, "sha256": digests}
+            note_part.write_bytes(json.dumps(fields, indent=2, default=str).encode() + b"\n")
         for part in filter(Path.exists, parts):  # before they get their names
             with part.open("rb") as stream:
                 os.fsync(stream.fileno())
@@ -214,7 +215,7 @@ def write_indexed(
     finally:
         for part in parts:
             part.unlink(missing_ok=True)
-    return counts
+    return num_documents, num_tokens
 
 
 def _problem(what: str) -> EnvironmentProblem:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +21,11 @@ Progress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class Written:
-    """Sizes of a written file. vocab: number of token ids; element: the integer type of the file."""
+    """Sizes of a written file. element: the integer type of its token ids."""
 
     documents: int
     tokens: int
     text_bytes: int
-    vocab: int
     element: str
 
 
@@ -57,14 +55,10 @@ def write_tokens(
     documents = ((tokens for _, tokens in group) for _, group in grouped)
     kind = element_type(vocab)
 
-    def described(num_documents: int, num_tokens: int, digests: Mapping[str, str]) -> bytes:
-        counts = {"vocab": vocab, "element": kind.name, "documents": num_documents, "tokens": num_tokens}
-        used = {"tokenizer_sha256": tokenizer.identity.sha256, "tokenizer_path": tokenizer.identity.path}
-        fields = {"schema": 1, **note, **used, **counts, "text_bytes": encoder.text_bytes, "sha256": digests}
-        return json.dumps(fields, indent=2, default=str).encode() + b"\n"
-
-    num_documents, num_tokens = write_indexed(prefix, documents, kind, described)
-    return Written(num_documents, num_tokens, encoder.text_bytes, vocab, kind.name)
+    used = {"tokenizer_sha256": tokenizer.identity.sha256, "tokenizer_path": tokenizer.identity.path}
+    fields = {**note, **used, "vocab": vocab, "element": kind.name}
+    counts = write_indexed(prefix, documents, kind, lambda: {**fields, "text_bytes": encoder.text_bytes})
+    return Written(*counts, encoder.text_bytes, kind.name)
 
 
 @dataclass

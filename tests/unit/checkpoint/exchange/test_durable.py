@@ -67,8 +67,7 @@ def test_an_import(tmp_path, operations):
 
 def test_token_files(tmp_path, operations):
     """The index comes last: with it the pair counts as complete."""
-    note = b"{}"
-    write_indexed(tmp_path / "a", [[np.arange(5)]], np.dtype("<u2"), lambda *counts: note)
+    write_indexed(tmp_path / "a", [[np.arange(5)]], np.dtype("<u2"), dict)
     names = [(operation, Path(path).name) for operation, path in operations]
     renamed = names.index(("rename", "a.bin"))
     assert {"a.bin.part", "a.json.part", "a.idx.part"} <= {name for _, name in names[:renamed]}
