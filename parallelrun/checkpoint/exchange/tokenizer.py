@@ -3,7 +3,6 @@ with foreign weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,14 @@ from parallelrun.checkpoint.files import write_json
 from parallelrun.config import from_hf
 from parallelrun.config.kept_model import GENERATION, TOKENIZER
 from parallelrun.config.schema.run_schema import Config
-from parallelrun.data.tokenizing.tokenizer import END_OF_TEXT, FILE, NUM_BYTES, find_tokenizer, open_tokenizer
+from parallelrun.data.tokenizing.tokenizer import (
+    END_OF_TEXT,
+    FILE,
+    NUM_BYTES,
+    Tokenizer,
+    find_tokenizer,
+    load_tokenizer,
+)
 from parallelrun.planner.model import definitions
 from parallelrun.planner.model.definitions import BYTES
 
@@ -108,30 +114,14 @@ def write(source: StoredModel, out: Path) -> None:
             write_json(out / name, content)
 
 
-class Codec:
-    """Text to token ids and back. Raises EnvironmentProblem without the package `tokenizers`, where that is needed."""
-
-    def __init__(self, source: StoredModel):
-        files = files_of(source)
-        self._inner: Any = None
-        if files:
-            path = files.get(FILE, source.path / FILE)
-            self._inner = open_tokenizer(path, str(path))
-        elif not is_bytes(source):
-            message = f"{source.path} has no tokenizer, and its dataset is not read as bytes"
-            raise ConfigError(Problem(message, "text", f"tokens=[1,2,3], or {FILE} beside the weights"))
-
-    def encode(self, text: str) -> list[int]:
-        """The token ids of a text, without special tokens."""
-        if self._inner is None:
-            return list(text.encode())
-        return list(self._inner.encode(text, add_special_tokens=False).ids)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids; bytes that are no text become a replacement character."""
-        if self._inner is None:
-            return bytes(token for token in tokens if token < NUM_BYTES).decode(errors="replace")
-        return str(self._inner.decode(list(tokens), skip_special_tokens=False))
+def codec(source: StoredModel) -> Tokenizer:
+    """The tokenizer of a model. Raises EnvironmentProblem without the package `tokenizers`, where that is needed."""
+    files = files_of(source)
+    if not files and not is_bytes(source):
+        message = f"{source.path} has no tokenizer, and its dataset is not read as bytes"
+        raise ConfigError(Problem(message, "text", f"tokens=[1,2,3], or {FILE} beside the weights"))
+    path = str(files.get(FILE, source.path / FILE)) if files else BYTES
+    return load_tokenizer(path, append_eod=False, where=path)
 
 
 def byte_files(seq: int, mask_token: int | None, end: int | None = None) -> dict[str, dict[str, Any]]:

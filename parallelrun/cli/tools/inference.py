@@ -70,14 +70,14 @@ def generate(words: list[str]) -> int:
         problems.append(Problem(cause, "text", command="parallelrun generate --help"))
     path = str(find.directory_of(words[0]))
     check_paths(path, "run", problems=problems)
+    from parallelrun.checkpoint.exchange import tokenizer
     from parallelrun.checkpoint.exchange.source import open_source
-    from parallelrun.checkpoint.exchange.tokenizer import Codec
     from parallelrun.training.inference.generate import Generator, Sampling, check_causal, check_prompt, collected
 
     source = open_source(path, "run")
     source.weights.verify()
-    codec = Codec(source) if token_ids is None else None
-    prompt = codec.encode(text or "") if codec else token_ids
+    codec = tokenizer.codec(source) if token_ids is None else None
+    prompt = codec.encode([(text or "").encode()])[0].tolist() if codec else token_ids
     check_causal(source)
     check_prompt(prompt, source.spec.vocab)
     sampling = Sampling(settings["temperature"], settings["top_k"], settings["seed"])

@@ -65,6 +65,12 @@ class Tokenizer:
         encoding = self.inner.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids; bytes that are no text become a replacement character."""
+        if self.inner is None:
+            return bytes(token for token in tokens if token < NUM_BYTES).decode(errors="replace")
+        return str(self.inner.decode(list(tokens), skip_special_tokens=False))
+
     @property
     def _batch(self) -> Callable[..., list[Any]]:
         fast: Callable[..., list[Any]] | None = getattr(self.inner, "encode_batch_fast", None)  # it keeps no offsets
@@ -120,7 +126,7 @@ def load_tokenizer(source: str, append_eod: bool, where: str = "dataset.tokenize
         vocab, identity = inner.get_vocab_size(), TextTokens(hashlib.sha256(inner.to_str().encode()).hexdigest())
     else:
         file = find_tokenizer(name, where)
-        inner = open_tokenizer(file.path, where)
+        inner = _opened(lambda loader: loader.from_file(str(file.path)), file.path, where)
         vocab, identity, ids = file.vocab, file.identity, dict(file.ids)
     inner.no_truncation()  # a file may have been saved with both, for batches of a model
     inner.no_padding()
@@ -131,12 +137,8 @@ def load_tokenizer(source: str, append_eod: bool, where: str = "dataset.tokenize
     return Tokenizer(vocab, ends[0] if append_eod else None, identity, inner)
 
 
-def open_tokenizer(path: Path, where: str) -> Any:
-    """The `tokenizers.Tokenizer` of a file. Raises ConfigError, EnvironmentProblem without that package."""
-    return _opened(lambda loader: loader.from_file(str(path)), path, where)
-
-
 def _opened(load: Callable[[Any], Any], name: Any, where: str) -> Any:
+    """A `tokenizers.Tokenizer`. Raises ConfigError, EnvironmentProblem without that package."""
     try:
         from tokenizers import Tokenizer as Loader  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:

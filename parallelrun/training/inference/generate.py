@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallelrun.base.errors import ConfigError, Problem
 from parallelrun.checkpoint.exchange.source import StoredModel
-from parallelrun.checkpoint.exchange.tokenizer import Codec
+from parallelrun.data.tokenizing.tokenizer import Tokenizer
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.models.layers import PositionEmbedding
 from parallelrun.models.network import Network
@@ -109,7 +109,7 @@ def choose(logits: Tensor, sampling: Sampling, draws: torch.Generator) -> int:
     return int(torch.multinomial(probabilities, 1, generator=draws))
 
 
-def collected(tokens: Iterator[int], prompt: Sequence[int], codec: Codec | None, quiet: bool) -> list[int]:
+def collected(tokens: Iterator[int], prompt: Sequence[int], codec: Tokenizer | None, quiet: bool) -> list[int]:
     """All the tokens; unless `quiet`, the text is printed as it grows."""
     generated: list[int] = []
     shown = ""

@@ -10,8 +10,8 @@ from typing import Any
 from parallelrun.base.context import ASKED, WorkerContext
 from parallelrun.base.errors import EXIT_OK
 from parallelrun.base.records import write_json
+from parallelrun.checkpoint.exchange import tokenizer
 from parallelrun.checkpoint.exchange.source import open_source
-from parallelrun.checkpoint.exchange.tokenizer import Codec
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.distributed.mesh import build_mesh
 from parallelrun.planner.contract.plan import Plan
@@ -24,7 +24,7 @@ def generate(config: Config, plan: Plan, context: WorkerContext) -> int:
     """Generate what `asked.json` asks for; rank 0 writes `generated.json`."""
     job: dict[str, Any] = json.loads((context.directory / ASKED).read_text(encoding="utf-8"))
     source = open_source(job["source"], "run")
-    codec = Codec(source) if job["has_text"] else None
+    codec = tokenizer.codec(source) if job["has_text"] else None
     model = Generator(source, (plan, build_mesh(plan, context.device)))
 
     def tokens() -> Iterator[int]:
