@@ -10,17 +10,17 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from parallelrun.planner.predict.prediction import matches_prediction
 from parallelrun.report.figures import bytes_text, seconds_text
 from parallelrun.report.page import charts
 from parallelrun.report.page.charts import ChartLine
 from parallelrun.report.records.find import CONFIG
 from parallelrun.report.records.metrics import METRICS, label_of
-from parallelrun.report.records.read import RunRecord, expecting, read_object
+from parallelrun.report.records.read import expecting, read_object
 from parallelrun.report.records.run_differences import Column, RunComparison, spread_of
 from parallelrun.report.runs import run_comparison as tables
 from parallelrun.report.runs.expert_load import heat_colour
 from parallelrun.report.runs.expert_load import read as read_maps
+from parallelrun.report.runs.final_panel import sent
 from parallelrun.report.sweeps.sweep_rows import read as read_rows
 from parallelrun.report.sweeps.sweep_rows import varied
 
@@ -121,38 +121,25 @@ def communication(columns: Sequence[Column]) -> str:
     parts: list[str] = []
     by_axis: list[tuple[str, dict[str, float]]] = []
     for column in columns:
-        traffic = _traffic(column.runs[0])
-        if not traffic:
+        path = column.runs[0].directory / "comm.json"
+        with expecting(path, "rows"):
+            totals = sent(read_object(path).get("rows") or [])
+        if not totals:
             continue
         rows = []
-        sent: dict[str, float] = {}
-        for (axis, *purpose), (calls, payload, predicted, wire, is_right) in sorted(traffic.items()):
-            sent[axis] = sent.get(axis, 0.0) + wire
-            sizes = map(bytes_text, (payload, predicted, wire))
-            rows.append([axis, *purpose, f"{calls:,}", *sizes, "yes" if is_right else "no"])
-        by_axis.append((column.name, sent))
+        wire: dict[str, float] = {}
+        for (axis, *purpose), total in sorted(totals.items()):
+            wire[axis] = wire.get(axis, 0.0) + total["wire_bytes"]
+            sizes = (bytes_text(total[name]) for name in ("payload_bytes", "predicted_payload_bytes", "wire_bytes"))
+            rows.append([axis, *purpose, f"{total['calls']:,}", *sizes, "yes" if total["as predicted"] else "no"])
+        by_axis.append((column.name, wire))
         titles = ["axis", "operation", "purpose", "calls", "payload", "predicted", "wire", "as predicted"]
         table = grid(titles, rows, 3, f"communication of {column.name}")
         parts.append(f"<details{' open' if len(columns) == 1 else ''}><summary>{escape(column.name)}</summary>"
                      f"{table}</details>")  # fmt: skip
-    axes = [*dict.fromkeys(axis for _, sent in by_axis for axis in sent)]
-    bars = [(name, [sent.get(axis, 0.0) for axis in axes]) for name, sent in by_axis]
+    axes = [*dict.fromkeys(axis for _, wire in by_axis for axis in wire)]
+    bars = [(name, [wire.get(axis, 0.0) for axis in axes]) for name, wire in by_axis]
     return charts.stacked_bars("bytes sent in one step by all ranks, by axis", bars, axes, bytes_text) + "".join(parts)
-
-
-def _traffic(run: RunRecord) -> dict[tuple[str, str, str], tuple[int, int, int, int, bool]]:
-    """(axis, operation, purpose) -> calls, payload, predicted payload and wire bytes of all ranks; as predicted."""
-    path = run.directory / "comm.json"
-    traffic: dict[tuple[str, str, str], tuple[int, int, int, int, bool]] = {}
-    with expecting(path, "rows"):
-        for row in read_object(path).get("rows") or []:
-            if row["operation"] != "recv":  # its bytes are counted at the sender
-                key = (str(row["axis"]), str(row["operation"]), str(row["purpose"]))
-                calls, payload, predicted, wire, is_right = traffic.get(key, (0, 0, 0, 0, True))
-                traffic[key] = (calls + row["calls"], payload + row["payload_bytes"],
-                                predicted + row["predicted_payload_bytes"], wire + row["wire_bytes"],
-                                is_right and matches_prediction(row))  # fmt: skip
-    return traffic
 
 
 def experts(columns: Sequence[Column]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -139,26 +139,37 @@ def _parts_of_a_step(summary: dict[str, Any]) -> str:
 
 
 def communication_table(rows: list[dict[str, Any]]) -> Group:
-    """Return a row per axis, operation and purpose, summed over ranks, for one step; below it the prediction, if it
-    differs. Receives are left out: their bytes are counted at the sender."""
-    rows = [row for row in rows if row["operation"] != "recv"]
-    merged: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        merged[row["axis"], row["operation"], row["purpose"]].append(row)
-    exact = all(matches_prediction(row) for row in rows)
+    """Return a row per axis, operation and purpose, for one step; below it the prediction, if it differs."""
+    totals = sent(rows)
+    exact = all(total["as predicted"] for total in totals.values())
     bounded = any(row.get("predicted_most_bytes") is not None for row in rows)
     right = "within the predicted bounds" if bounded else "as predicted, to the byte"
     title = f"sent in one step, over all ranks: {right if exact else 'NOT as predicted'}"
     drawn = table("axis", "operation", "purpose", ">calls", ">payload", ">wire", rule=False, padding=(0, 2, 0, 0))
-    for (axis, operation, purpose), of_ranks in sorted(merged.items()):
-        total = {name: sum(row[name] for row in of_ranks) for name in _SUMMED}
-        often = f" (every {of_ranks[0]['every']} steps)" if of_ranks[0].get("every", 1) > 1 else ""
+    for (axis, operation, purpose), total in sorted(totals.items()):
+        often = f" (every {total['every']} steps)" if total["every"] > 1 else ""
         sizes = bytes_text(total["payload_bytes"]), bytes_text(total["wire_bytes"])
         drawn.add_row(axis, operation, purpose + often, f"{total['calls']:,}", *sizes)
-        if not all(matches_prediction(row) for row in of_ranks):
+        if not total["as predicted"]:
             predicted = f"{total['predicted_calls']:,}", bytes_text(total["predicted_payload_bytes"])
             drawn.add_row("", "", "predicted", *predicted, "", style="red")
     return Group(Text(title, style="green" if exact else "red"), drawn)
+
+
+def sent(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Return the sums over ranks of comm.json's rows by (axis, operation, purpose), and whether all are as predicted.
+
+    Receives are left out: their bytes are counted at the sender.
+    """
+    totals: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for row in rows:
+        if row["operation"] != "recv":
+            key = str(row["axis"]), str(row["operation"]), str(row["purpose"])
+            begin = {**dict.fromkeys(_SUMMED, 0), "every": row.get("every", 1), "as predicted": True}
+            total = totals.setdefault(key, begin)
+            total |= {name: total[name] + row[name] for name in _SUMMED}
+            total["as predicted"] &= matches_prediction(row)
+    return totals
 
 
 def _files(directory: Path) -> list[tuple[str, Text]]:
