@@ -134,9 +134,6 @@ class SharedMemoryGroup(NamedGroup):
 
     @observed("allgather_")
     def allgather(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
-        return self._all_gather(outputs, tensors, opts)
-
-    def _all_gather(self, outputs: Any, tensors: Any, opts: Any) -> SharedMemoryWork:
         """outputs: for each tensor, one for each rank."""
         results = Outputs([buffer for row in outputs for buffer in row])
         parts = iter(results.contiguous(filled=False))
@@ -144,11 +141,6 @@ class SharedMemoryGroup(NamedGroup):
             self._make.all_gather([next(parts) for _ in row], plain(tensor)) for row, tensor in zip(outputs, tensors)
         ]
         return self._issue(gathers, opts, results)
-
-    @observed("allgather_coalesced_")
-    def allgather_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
-        """outputs: for each rank, one for each tensor."""
-        return self._all_gather([list(row) for row in zip(*outputs)], tensors, opts)
 
     @observed("_allgather_base_")
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SharedMemoryWork:
