@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.precision import BYTES
@@ -46,9 +46,6 @@ from parallelrun.planner.model.model_spec.attention import AttentionSpec
 
 from . import checks
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 AXIS, RING, HEADS = "cp", "cp_ring", "cp_heads"
 ROUTED = "routing"  # a purpose
 
@@ -75,7 +72,7 @@ class BlockwiseContext(ContextStrategy):
         return getattr(config, "order", None)
 
     @classmethod
-    def resolve(cls, request: Request) -> Self:
+    def resolve(cls, request: Request) -> BlockwiseContext:
         head_ranks = cls.asked_head_ranks(request)
         return cls(checks.order_of(cls.asked_order(request.config.strategy.context), request, head_ranks), head_ranks)
 

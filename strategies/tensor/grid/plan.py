@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import isqrt, prod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from parallelrun.base.errors import Problem
 from parallelrun.base.layout import Layout
@@ -28,9 +28,6 @@ from .checks import GridRequest
 from .complete_rows import CompleteRows
 from .forms import boundary_layout, key_of, latent_product, make_product, pair_products
 from .shape import KEYS, cube_root
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class GridStrategy(CompleteRows):
         return cls._of(request).is_legal()
 
     @classmethod
-    def resolve(cls, request: Request) -> Self:
+    def resolve(cls, request: Request) -> GridStrategy:
         """The form of every pair of layers, by what it moves."""
         keys = GridConfig.of(request.config)
         return cls(overlap=keys.overlap, forms=cls._of(request).choice.choose(), save_gathered=keys.save_gathered)
