@@ -6,5 +6,5 @@ its response cache would always hit. `bucket_mb` is the fusion threshold, `micro
 Paper: Sergeev and Del Balso 2018; Maleki et al. 2021 (Adasum)
 Costs: those of ddp; Adasum sends updates in place of gradients, and dot products.
 Proof: exact; Adasum, process sets, join and compression a replay (`reference.py`).
-Read `plan.py`, `settings.py` and `runtime.py`; each further file is one feature.
+Read `plan.py`, `checks.py` and `runtime.py`; each further file is one feature.
 """
