@@ -32,6 +32,8 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 ELEMENT_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 SMALL_VOCAB = 65500
+# Called at the end, gives the fields of PREFIX.json beside the numbers of documents and tokens, and the files' sha256.
+Note = Callable[[], Mapping[str, Any]]
 # Files up to this size are scanned for their largest token id; for larger ones the user gives the vocab.
 SCAN_BYTES = 256 * 2**20
 
@@ -163,17 +165,12 @@ def open_indexed(prefix: Path) -> IndexedTokens:
 
 
 def write_indexed(
-    prefix: Path,
-    documents: Iterable[Iterable[NDArray[Any]]],
-    kind: np.dtype[Any],
-    note: Callable[[], Mapping[str, Any]] | None = None,
+    prefix: Path, documents: Iterable[Iterable[NDArray[Any]]], kind: np.dtype[Any], note: Note | None = None
 ) -> tuple[int, int]:
     """Write documents, each a run of sequences of token ids; returns (documents, tokens) written.
 
     The files are written under temporary names and renamed, the index last: an interrupted run leaves no complete
-    pair, nor a new file beside an old one. note: called at the end, gives the fields of PREFIX.json beside the numbers
-    of documents and tokens, and the sha256 of each file. Raises ValueError for a token id that `kind` cannot hold,
-    OSError.
+    pair, nor a new file beside an old one. Raises ValueError for a token id that `kind` cannot hold, OSError.
     """
     code = next(code for code, text in ELEMENT_TYPES.items() if np.dtype(text) == kind)
     bounds = np.iinfo(kind)
