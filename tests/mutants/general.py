@@ -24,11 +24,16 @@ def _before_all_reduce(purpose: str, change: Callable[[torch.Tensor, Any], None]
     comm.all_reduce = wrong
 
 
+def _no_work() -> SimpleNamespace:
+    """What a collective that sends nothing returns."""
+    return SimpleNamespace(wait=lambda: None)
+
+
 def _without_all_reduce(purpose: str) -> None:
     right = comm.all_reduce
 
     def wrong(tensor: torch.Tensor, group: Any, label: str, **options: Any) -> Any:
-        return None if label == purpose else right(tensor, group, label, **options)
+        return _no_work() if label == purpose else right(tensor, group, label, **options)
 
     comm.all_reduce = wrong
 
@@ -37,7 +42,7 @@ def dropped_gradient_reduce() -> None:
     """Every replica keeps its own gradient."""
     from parallelrun.strategies.data.common.reducer import BucketedRuntime
 
-    BucketedRuntime.start_sum = lambda self, tensor, group: SimpleNamespace(wait=lambda: None)
+    BucketedRuntime.start_sum = lambda self, tensor, group: _no_work()
 
 
 def doubled_gradient_reduce() -> None:
