@@ -65,7 +65,7 @@ class ExpertDispatcher(AxisStrategy):
 
     @abstractmethod
     def num_computed(self, plan: Plan) -> int:
-        """Return the rows that the experts of the busiest rank of ep compute of one microbatch, empty slots included."""
+        """Return the rows that experts of the busiest rank of ep compute of one microbatch, with empty slots."""
 
     @abstractmethod
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
