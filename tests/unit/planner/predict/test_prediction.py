@@ -116,6 +116,12 @@ def test_wire_bytes_are_what_a_bandwidth_optimal_algorithm_must_send(operation, 
     assert prediction.wire_bytes(Collective("dp", operation, "x", 1, 100), size) == expected
 
 
+@pytest.mark.parametrize(("workers", "size"), [(2, 2), (1, 2)])
+def test_servers_join_no_collective_of_all_ranks(workers, size):
+    plan = tiny_plan({"dp": workers, "servers": 1, "strategy.data.kind": "ps"})
+    assert prediction.group_size(plan, "world") == size
+
+
 def test_memory_of_one_device_is_four_times_its_weights_under_adamw():
     plan = tiny_plan(microbatches=2)  # in the second backward pass, the gradients of the first are there
     memory = prediction.memory(plan, 0)
