@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -50,7 +51,7 @@ def group_size(plan: Plan, axis: str) -> int:
         return own
     if axis in (WORLD, EMBEDDING):
         return (plan.num_workers if plan.num_workers > 1 else plan.world) if axis == WORLD else 2
-    return prod(plan.mesh.size(part) for part in axis.split("+"))
+    return prod(plan.mesh.size(part) for part in axis.split("+")) if "+" in axis else plan.mesh.size(axis)
 
 
 def steps_between(plan: Plan, purpose: str) -> int:
@@ -201,9 +202,11 @@ def parameter_bytes(
     """Bytes of a parameter that a rank holds: weights, gradients that stay allocated, optimizer state. layout: before
     the data strategy shards it (`module_layout`)."""
     data, accurate = plan.data, BYTES[plan.precision.accurate]
+    local: dict[object, Any] = {}  # most often two of the three are equal
     weight, gradient, state = (
-        layout_of(spec, layout, plan).local_numel(spec.shape, plan.mesh.sizes, coordinate)
+        once(local, own.dims, partial(own.local_numel, spec.shape, plan.mesh.sizes, coordinate))
         for layout_of in (data.weight_layout, data.gradient_layout, data.state_layout)
+        if (own := layout_of(spec, layout, plan))
     )
     weight *= element_bytes(spec, plan, layout)
     if spec.frozen:

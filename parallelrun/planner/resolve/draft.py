@@ -118,13 +118,9 @@ class PlanDraft:
         return tuple(Stage(i, pp_rank(i, request.pp), names) for i, names in enumerate(cuts)), problems
 
     def plan(
-        self,
-        request: Request,
-        stages: tuple[Stage, ...],
-        sets: SampleSets | None = None,
-        notes: tuple[str, ...] = (),
-        tensor: TensorStrategy | None = None,
-    ) -> Plan:
+        self, request: Request, stages: tuple[Stage, ...], sets: SampleSets | None = None,
+        notes: tuple[str, ...] = (), tensor: TensorStrategy | None = None,
+    ) -> Plan:  # fmt: skip
         """The plan of a request without violations. tensor: its resolved tensor strategy, if known."""
         config, degrees, strategies = self.config, self.degrees, self.strategies
         ep_axes = strategies.expert.mesh_dims(request) if strategies.expert else ((), ())

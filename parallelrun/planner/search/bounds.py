@@ -138,11 +138,13 @@ class Bounds:
         """By data strategy, bytes of the pp rank that holds most, or fewer, from those of the commonest block; [] where
         saved activations alone exceed `limit`."""
         schedule, samples = group.schedule, self._legal.space.global_batch // group.dp
-        block, several = self._of_backward(group, micro_batch, recompute), samples > micro_batch
+        several = samples > micro_batch
         begun = partial(schedule.least_in_flight, group.pp, group.virtual_stages, samples // micro_batch)
         ranks = [(rank, number, fewest, fewest * begun(rank)) for rank, number, fewest in self.ranks(group)]
-        if block.kept * max(flight for *_, flight in ranks) > limit:
-            return []
+        for alike in (with_plain_schedule(group), group):  # the former, of more groups, keeps no more
+            block = self._of_backward(alike, micro_batch, recompute)
+            if block.kept * max(flight for *_, flight in ranks) > limit:
+                return []
         bounds = []
         # The form of a product over a grid, and so what is padded, depends on the micro-batch.
         size = group.micro_batches[0] if tensor_strategy(group.tensor.kind).is_one_dimensional else micro_batch
@@ -196,7 +198,7 @@ class Bounds:
             some = self._plan(group, size, self._plainest)
             key = "data", tensor_of(group), some.tensor, group.dp, several, strategy, len(blocks)
             plan = partial(self._of_one_stage, request, some, strategy, 1 + several)
-            datas.append(once(self._cache, key, lambda plan=plan, blocks=blocks: _of_data(plan, blocks)))
+            datas.append(once(self._cache, key, partial(_of_data, plan, blocks)))
         return datas
 
     def _of_one_stage(
@@ -242,6 +244,11 @@ def _spares(strategy: type[DataStrategy]) -> tuple[bool, bool]:
     return strategy.shards_weights, strategy.rounds_weights
 
 
+def on_device(tensors: int, communicators: int, cluster: ClusterConfig) -> Memory:
+    """The memory of a device of the cluster with so many bytes of tensors."""
+    return device_memory.beside(Memory(tensors, 0, 0, 0), communicators, cluster)
+
+
 def most_bytes(cluster: ClusterConfig) -> float:
     """The most bytes of tensors with which a rank fits its device for certain, whatever its communicators need."""
     if not cluster.memory_gb:
@@ -249,6 +256,6 @@ def most_bytes(cluster: ClusterConfig) -> float:
     low, high = 0, round(2 * cluster.memory_gb * device_memory.GIGA)
     while low < high:
         middle = (low + high + 1) // 2
-        memory = device_memory.beside(Memory(middle, 0, 0, 0), 0 if cluster.context_gb else 1, cluster)
+        memory = on_device(middle, 0 if cluster.context_gb else 1, cluster)
         low, high = (middle, high) if cluster_cost.fits(memory, cluster) == "yes" else (low, middle - 1)
     return low

@@ -29,7 +29,7 @@ from parallelrun.planner.predict.step_time.step import StepModel, StepTime, why_
 from parallelrun.planner.resolve import rules
 from parallelrun.planner.resolve.default_precision import with_precision
 from parallelrun.planner.resolve.resolve_config import spec_of
-from parallelrun.planner.search.bounds import Bounds, most_bytes
+from parallelrun.planner.search.bounds import Bounds, most_bytes, on_device
 from parallelrun.planner.search.first_pass import CandidateRow, FirstPass
 from parallelrun.planner.search.fitting_plans import NEVER, Kept
 from parallelrun.planner.search.legal import Legal
@@ -226,7 +226,9 @@ class _Searched:
         heavy = [(size, number, row, data, False) for number, (size, row, data) in enumerate(self.heavy)]
         heapq.heapify(heavy)
         left = MOST_NEAR
-        while heavy and left > 0 and not (nearest and heavy[0][0] >= nearest.heaviest_bytes):
+        while heavy and left > 0:
+            if nearest and on_device(heavy[0][0], 0, self.cluster).total >= nearest.heaviest_bytes:
+                break
             _, number, row, data, is_close = heapq.heappop(heavy)
             if row.least_s >= limit or (self.times.least_s(plan := self._plan(row, data)) or 0.0) >= limit:
                 continue

@@ -79,8 +79,6 @@ def tensor_of(group: LegalGroup) -> object:
 
 OF_STAGES = ("pp", "virtual_stages", "pipeline.kind")  # they decide which rank has which blocks
 OF_TENSOR = ("tp", "number", "schedule.splits_backward", "cp")
-
-
 Checked = tuple[list[Any], list[tuple[str, int, Problem]]]  # the legal ones; rule, number and violation of others
 
 
@@ -144,8 +142,8 @@ class Legal:
         tensor = once(self._cache, ("tensor", *of_block), partial(draft.strategies.tensor.resolve, request))
         plan = draft.plan(request, self.stages(group)[0], sets, tensor=tensor)
         key = "weights", tensor, plan.data, plan.mesh, group.virtual_stages, group.pipeline.kind
-        of_plan = once(self._cache, key, dict)
-        vars(plan).update(weights_cache=of_plan, blocks_cache=once(self._cache, ("blocks", *of_block), dict))
+        caches = {"weights_cache": key, "blocks_cache": ("blocks", *of_block)}
+        vars(plan).update({name: once(self._cache, key, dict) for name, key in caches.items()})
         return plan
 
     def _legal(self, group: LegalGroup) -> LegalGroup | None:
@@ -218,24 +216,22 @@ class Legal:
         legal, removed = [], []
         for size in group.micro_batches:
             count = self.space.global_batch // group.dp // size
-            check = partial(self._of_batch, group, size)
-            of_stages = "batch", group.pp, group.virtual_stages, group.pipeline.kind, count
-            of_experts = "experts", group.ep, size, count
+            key = "batch", group.pp, group.virtual_stages, group.pipeline.kind, count
+            of_experts = (size, group.ep) if group.ep > 1 else ()
             if size % parts:
                 message = f"micro_batch={size} does not divide into {parts} parts"
                 removed.append((LAYOUT, 1, Problem(message, "micro_batch", f"micro_batch={parts}")))
-            elif problems := once(self._cache, of_stages, check) or once(self._cache, of_experts, partial(check, True)):
+            elif problems := once(self._cache, (*key, of_experts), partial(self._of_batch, group, size)):
                 removed.append((SCHEDULE, 1, problems[0]))
             else:
                 legal.append(size)
         return legal, removed
 
-    def _of_batch(self, group: LegalGroup, size: int, of_experts: bool = False) -> list[Problem]:
+    def _of_batch(self, group: LegalGroup, size: int) -> list[Problem]:
         request = self.request(group, self._config(group, group.datas[0]), self.small)
         classes, filled = self._classes(group, group.datas[0].kind), replace(request, batch=self._batch(group, size))
-        if of_experts:
-            return classes.expert.check(filled) if classes.expert else []
-        return classes.pipeline.check(filled) + check_length(filled)
+        problems = classes.pipeline.check(filled) + check_length(filled)
+        return problems + (classes.expert.check(filled) if classes.expert else [])
 
     @once_for(*OF_TENSOR, "dp", "ep", "expert.tp", "has_pipeline")
     def _datas(self, group: LegalGroup) -> Checked:

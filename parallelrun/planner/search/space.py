@@ -87,18 +87,6 @@ class Space:
         each = self.folded.local_batch or -(-DEFAULT_GLOBAL_BATCH // self.world)
         return self.world * each
 
-    def candidates(self, spec: ModelSpec) -> Iterator[Choice]:
-        """All of them, legal or not."""
-        for pp, dp, cp, tp in self.degrees(spec):
-            for ep, expert in self.experts(dp, cp, tp, spec):
-                for tensor in self.tensors(tp):
-                    for pipeline in self.pipelines(pp, spec):
-                        for data in self.datas(dp * cp, pp, tp):
-                            for micro_batch in self.micro_batches(dp, spec):
-                                for recompute in self.recomputes():
-                                    chosen = data, tensor, pipeline, expert, cp
-                                    yield Choice(pp, dp, tp, ep, micro_batch, recompute, *chosen)
-
     def is_small(self, spec: ModelSpec, most: int) -> bool:
         """Whether there are at most so many candidates, legal or not."""
         number, tensors, pipelines = 0, cache(self.tensors), cache(lambda pp: self.pipelines(pp, spec))

@@ -22,14 +22,16 @@ class _Key:
 
 
 @cached("cache")
-def of_blocks(plan: Plan) -> _Key:
-    """Return the key of a block's time: all settings on which it depends."""
-    axes = (axis for name in ("ep", "cp", "tp") for axis in plan.mesh.mesh_dims_of(name))
+def of_blocks(plan: Plan, has_experts: bool = True, is_recomputed: bool = True) -> _Key:
+    """Return the key of a block's time: all settings on which it depends, of which some matter only to blocks with
+    experts, or that are recomputed."""
+    axes = (axis for name in ("ep", "cp", "tp")[not has_experts :] for axis in plan.mesh.mesh_dims_of(name))
     shared = (plan.mesh.size("dp"), plan.batch) if plan.sample_sets else ()  # statistics travel over dp
     return _Key(
-        plan.tensor, plan.expert, plan.context, *((axis, plan.mesh.size(axis)) for axis in axes),
-        plan.batch.micro_batch, plan.recompute, plan.pipeline.splits_backward, plan.world, plan.servers, shared,
-        plan.data.shards_weights, plan.data.exchange_form(plan).gathers_rounded, plan.batch.microbatches > 1,
+        plan.tensor, has_experts and plan.expert, plan.context, *((axis, plan.mesh.size(axis)) for axis in axes),
+        plan.batch.micro_batch, is_recomputed and plan.recompute, plan.pipeline.splits_backward, plan.world,
+        plan.servers, shared, plan.data.shards_weights, plan.data.exchange_form(plan).gathers_rounded,
+        plan.batch.microbatches > 1,
     )  # fmt: skip
 
 

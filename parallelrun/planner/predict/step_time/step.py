@@ -132,7 +132,9 @@ class StepModel:
         """The seconds of a block of a plan whose time is known (`why_unknown`), apart from its schedule."""
         rates = self._rates(plan)
         assert rates is not None, "asked only where the cluster gives the rates"
-        key = "block", of_blocks(plan), plan.spec.first_alike[block.name]
+        name, layers = plan.spec.first_alike[block.name], block.layers
+        is_expert = once(self._cache, ("experts", name), lambda: any(x.layer_role == "expert" for x in layers))
+        key = "block", of_blocks(plan, is_expert, block.is_recomputed), name
         return once(self._cache, key, lambda: block_time(block, plan, self._cluster, rates))
 
     def messages(self, plan: Plan) -> float | None:
