@@ -184,9 +184,7 @@ class ProductStrategy(ProductTraffic):
         gathered = reads * (parts + (parts > 1 and any(len(p.shape) == 1 for p in layer.parameters)))  # a bias: its own
         arriving = waiting if layer.layer_role == "row_parallel" else waiting + reads
         first = LayerBackward(saved, arriving, gives, scratch, own, gathered, 0, of_weights, max(0, widened - again))
-        if layer.layer_role != "column_parallel":
-            return (first,)
-        of_product = latent_memory.product_gradients(layer, block, plan)
+        of_product = latent_memory.product_gradients(layer, block, plan) if layer.layer_role == "column_parallel" else 0
         if of_product == 0:
             return (first,)
         mixed = _read_behind(layer, product, reads, plan)

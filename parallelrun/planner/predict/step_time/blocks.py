@@ -275,9 +275,7 @@ def _add_streaming(
         held = sum(prod(matrix) for matrix in of_experts.matrices)
         rows = (0.0, 0.0) if rates.synchronous else experts.rows_s(of_experts, plan, rates)
     weights = streaming.of_weights(dense + held, plan, rates)
-    casts = (0.0, 0.0)
-    if rates.fp8 and block.kind == "transformer":
-        casts = _casts_s(block, shapes, plan, rates)
+    casts = _casts_s(block, shapes, plan, rates) if rates.fp8 and block.kind == "transformer" else (0.0, 0.0)
     if plan.expert:  # the gradients of a chunk's weights are added to those of others
         sums = 3 * BYTES[plan.precision.compute] * held * (plan.expert.chunks - 1)
         rows = rows[0], rows[1] + streaming_s(sums, 0, rates)
@@ -286,8 +284,7 @@ def _add_streaming(
 
 def _casts_s(block: BlockSpec, shapes: Sequence[Shape], plan: Plan, rates: Rates) -> tuple[float, float]:
     """Seconds (forward, backward) in which operands are rounded to fp8: inputs, and gradients of results, before they
-    are gathered. Weights, once a step, are left out; those that FSDP gathers are counted by `copies_s`. Without copies
-    in fp8, all operands of each product, as they are multiplied."""
+    are gathered; without copies in fp8, all operands of each product. Weights with copies are left out (`copies_s`)."""
     if not plan.stack.fp8_copies:
         operands = sum((rows + columns) * inner for rows, inner, columns in shapes)
         results = operands + sum(rows * columns for rows, _, columns in shapes)

@@ -21,7 +21,6 @@ from parallelrun.planner.predict.step_time.kernels import streaming_s
 from parallelrun.planner.predict.step_time.links import collective_s, copies_s, sharing_s
 from parallelrun.planner.predict.step_time.matrices import orthogonalising_s
 from parallelrun.planner.predict.step_time.offload import update_s
-from parallelrun.planner.predict.step_time.pairs import PassTime
 from parallelrun.planner.predict.step_time.rates import Rates, not_given, rates_of
 from parallelrun.planner.predict.step_time.shared_times import of_blocks, of_stages, of_weights
 from parallelrun.planner.predict.step_time.spread import BUBBLE, DATA, FIXED, OPTIMIZER, PIPELINE, RECOMPUTE
@@ -47,7 +46,7 @@ class StageTime:
     forward: float
     backward: float
     parts: Parts
-    passes: tuple[PassTime, PassTime]
+    passes: tuple[pairs.PassTime, pairs.PassTime]
 
 
 CountedBlocks = tuple[tuple[str, int], ...]  # of a stage: the first equal block of the model, and how many of them
