@@ -260,12 +260,12 @@ def check_offload(request: Request, strategies: StrategyClasses) -> list[Problem
 
 def check_rounding(request: Request, strategies: StrategyClasses) -> list[Problem]:
     """Check that weights in bf16 alone are changed by one update a step, an element at a time, which counts steps."""
-    config, router, kind = request.config, request.spec.router, OPTIMIZERS[request.config.optimizer.name]
+    config, router, kind = request.config, request.spec.router, OPTIMIZERS.get(request.config.optimizer.name)
+    if config.optimizer.rounding == "none" or kind is None:
+        return []
     is_built = kind.elementwise and "step" in kind.state_names and not config.optimizer.offload
-    is_built &= TABLE[config.precision.name].compute == "bfloat16" and config.stack.name == OWN
+    is_built &= config.precision.name in ("bf16", "fp8") and config.stack.name == OWN
     is_built &= not (strategies.data.has_servers or strategies.data.resolve(request).independent)
     is_built &= not (router and router.bias_rate) and request.spec.kind == "tokens"  # statistics need more bits
-    if is_built or config.optimizer.rounding == "none":
-        return []
     message = "optimizer.rounding needs bf16, AdamW or Adagrad on devices, equal replicas, no BatchNorm nor bias_rate"
-    return [Problem(message, "optimizer.rounding", "optimizer.rounding=none", kind="not_built")]
+    return [] if is_built else [Problem(message, "optimizer.rounding", "optimizer.rounding=none", kind="not_built")]
