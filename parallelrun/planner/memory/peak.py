@@ -20,7 +20,7 @@ from parallelrun.planner.contract.memory import Memory
 from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters, element_bytes
 from parallelrun.planner.contract.pipeline_schedule import Action
 from parallelrun.planner.contract.plan import Plan, Stage, Value, once
-from parallelrun.planner.memory.backward_block import backward_blocks, bytes_behind
+from parallelrun.planner.memory.backward_block import backward_blocks
 from parallelrun.planner.pieces import orthogonalising
 
 ROUNDS = 3  # of pp microbatches, after which a schedule that repeats itself has held as much as it ever will
@@ -94,7 +94,7 @@ class ScheduleTraversal:
         reduced: set[int] = set()  # stages whose sums have begun
         apart = 0  # of microbatches whose weight gradients are not computed yet, beside what is saved for them
         bytes_apart = {index: sum(block.apart for block in blocks) for index, blocks in self._blocks.items()}
-        behind = {i: bytes_behind([x for block in own for x in block.passes]) for i, own in self._blocks.items()}
+        bytes_behind = {index: self._behind(index) for index in self._blocks}
         data, peak = self._plan.data, Memory(0, 0, 0, 0)
         reducing = {index: data.reducing_bytes(index, self._coordinate, self._plan) for index in self._blocks}
         for (kind, index, _), activations in self._live_bytes(has_messages):
@@ -117,9 +117,9 @@ class ScheduleTraversal:
                 gradients += 0 if begun[index] or reducing[index] is not None else self._complete(index)
                 begun[index] += 1 if reducing[index] is None else 0  # each pass of others is as the first
             if kind == "I" and has_input_gradient:
-                apart -= behind[index]
+                apart -= bytes_behind[index]
             if kind == "W" and has_input_gradient:
-                apart -= bytes_apart[index] - behind[index]
+                apart -= bytes_apart[index] - bytes_behind[index]
             if kind == "W" and (sizes := reducing[index]) is not None:
                 left, temporary = activations - self._kept[index], batch + apart + self._complete(index) + sizes[0]
                 if gradients + left + temporary > peak.tensors:
@@ -152,6 +152,12 @@ class ScheduleTraversal:
             yield action, live
             if action.kind != "I":
                 live += self._kept[action.stage] if action.kind == "F" else -self._kept[action.stage]
+
+    def _behind(self, index: int) -> int:
+        """Bytes that a stage saves behind its last layer with weights, as for the loss: freed when its I pass ends."""
+        passes = [layer for block in self._blocks[index] for layer in block.passes]
+        last = max((place for place, layer in enumerate(passes) if layer.weights), default=len(passes))
+        return sum(layer.kept for layer in passes[last + 1 :])
 
     def _of_weights(self, index: int, kind: str, number: int) -> int:
         """Bytes of weight gradients in pass `number` of a stage before they are added up, beyond what it began with: of
