@@ -77,12 +77,6 @@ class BackwardBlock:
         return self.again + self.beside + most
 
 
-def bytes_behind(passes: Sequence[LayerBackward]) -> int:
-    """Bytes saved behind the last layer with weights, as for the loss: freed when a pass for input gradients ends."""
-    last = max((place for place, layer in enumerate(passes) if layer.weights), default=len(passes))
-    return sum(layer.kept for layer in passes[last + 1 :])
-
-
 def backward_blocks(names: Sequence[str], plan: Plan, receives: bool) -> list[BackwardBlock]:
     """The blocks of a stage. receives: its input comes from another stage, and never waits on the host."""
     alike, rounded = plan.spec.first_alike, keeps_rounded(plan)

@@ -21,7 +21,7 @@ from parallelrun.planner.contract.parameters import HeldParameter, distinct_para
 from parallelrun.planner.contract.pipeline_schedule import Action
 from parallelrun.planner.contract.plan import Plan, Stage, Value, once
 from parallelrun.planner.memory import paired_passes
-from parallelrun.planner.memory.backward_block import backward_blocks, bytes_behind
+from parallelrun.planner.memory.backward_block import backward_blocks
 from parallelrun.planner.pieces import orthogonalising
 
 ROUNDS = 3  # of pp microbatches, after which a schedule that repeats itself has held as much as it ever will
@@ -161,10 +161,11 @@ class ScheduleTraversal:
                 live += self._kept[action.stage] if action.kind == "F" else -self._kept[action.stage]
 
     def _apart(self, index: int) -> int:
-        """Bytes that a microbatch of a stage holds from its I to its W pass, beyond the saved activations, when the I
-        pass has ended."""
+        """Bytes that a microbatch of a stage holds from its I to its W pass, beyond the saved activations: without what
+        it saved behind its last layer with weights, as for the loss, which is freed when the I pass ends."""
         passes = [layer for block in self._blocks[index] for layer in block.passes]
-        return sum(block.apart for block in self._blocks[index]) - bytes_behind(passes)
+        last = max((place for place, layer in enumerate(passes) if layer.weights), default=len(passes))
+        return sum(block.apart for block in self._blocks[index]) - sum(layer.kept for layer in passes[last + 1 :])
 
     def _of_inputs(self, index: int) -> int:
         """The peak of a stage's I pass beyond the saved activations."""

@@ -21,7 +21,7 @@ from parallelrun.planner.contract.parameters import distinct_parameters
 from parallelrun.planner.contract.plan import BatchSizes, Plan, Stage, once
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.memory import device_memory
-from parallelrun.planner.memory.backward_block import backward_block, bytes_behind
+from parallelrun.planner.memory.backward_block import backward_block
 from parallelrun.planner.memory.peak import gradient_bytes
 from parallelrun.planner.pieces import context_axes
 from parallelrun.planner.predict import cluster_cost, prediction
@@ -35,14 +35,13 @@ IN_ROW = 2  # equal blocks that show what a data strategy holds beside one of ma
 
 class BlockBytes(NamedTuple):
     """Bytes, or fewer, of a microbatch of the commonest block. kept: for backward. working: of its backward pass
-    besides; summing: if that keeps its gradients. apart: from a pass for input gradients to that for weights, besides;
-    behind: what of all this the former frees at its end, or more."""
+    besides; summing: if that keeps its gradients. apart: from a pass for input gradients to that for weights, besides.
+    """
 
     kept: int
     working: int
     summing: int
     apart: int
-    behind: int
 
 
 class DataBytes(NamedTuple):
@@ -158,7 +157,7 @@ class Bounds:
                 at_first, at_last = flight * block.kept, number * data.gradients
                 if schedule.splits_backward:  # stage 0 has no pass for input gradients
                     at_first += fewest * block.apart if rank or group.virtual_stages > 1 else 0
-                    at_last += fewest * (block.kept + block.apart) - block.behind if rank and several else 0
+                    at_last += fewest * block.kept if rank and several else 0
                 else:
                     at_first += max(beyond) if flight else 0
                 most = max(most, number * data.held + max(at_first, at_last))
@@ -176,7 +175,6 @@ class Bounds:
                 max(0, min(block.least_bytes(plan) for block in blocks)),
                 min(block.working_bytes(accumulates=True) for block in blocks),
                 min(block.apart for block in blocks),
-                max(bytes_behind(block.passes) for block in blocks),
             )
 
         saved: BlockBytes = once(self._cache, ("kept", tensor_of(group), micro_batch, recompute), compute)
