@@ -293,7 +293,13 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 # Ranks of the last row and column of the grid need not receive the last panel: they hold less than is predicted.
-SUMMA = GPT | GRID | {"tp": 4, "layout": "2d", "strategy.tensor.form": "summa"}
+SUMMA_FORM = {"layout": "2d", "strategy.tensor.form": "summa"}
+SUMMA = GPT | GRID | SUMMA_FORM | {"tp": 4}
+# Where an axis has one rank, panels are copied; more than two are never there at once.
+NARROW_SUMMA = [
+    SUMMA | {"strategy.tensor.grid": "1x4"},
+    LLAMA | GRID | SUMMA_FORM | {"strategy.tensor.grid": "2x1", "tp": 2},
+]
 # Rank 0 gets 1.24 times as many rows as its share: `stack.expert_imbalance` is 1.25.
 UNEVEN = MOE | ONE_LAYER | data("ddp") | {"ep": 2, "model.expert_ffn": 256, "model.router.kind": "top_k"}
 # Everything in these stands in other plans too. `.ci/run` measures all, in its stage `memory`.
@@ -315,6 +321,7 @@ SELDOM = {
     "2d of one row full", "powersgd, experts", "moe, ep over dp x tp, sequence", "bert", "ddp", "packed",
     "resnet offload bf16, several sets", "resnet, sets of a microbatch, tp", "moe 2d, ep over tp, full",
     "2d of one column bf16, few tokens", "2d of one row x 1f1b", "2d of one column x zero bubble selective",
+    "moe 2d of one row full",
     "moe, 2d of one row x 1f1b selective bf16",
     "soft cap, large vocabulary, tp", "loss in chunks, soft cap, tp bf16", "z-loss bf16",
     "tokens ahead, large vocabulary", "two tokens ahead, tp, large vocabulary", "tokens ahead, 1f1b",
@@ -387,7 +394,7 @@ AXES = ("dp", "cp", "tp", "pp")
 WORLDS = {name: prod(overrides.get(axis, 1) for axis in AXES) for name, overrides in PLANS.items()}
 
 
-@pytest.mark.parametrize("world, cases", [(4, [SUMMA, SUMMA | {"strategy.tensor.grid": "1x4"}]), (2, [UNEVEN])])
+@pytest.mark.parametrize("world, cases", [(4, [SUMMA, *NARROW_SUMMA[: matrix.FULL]]), (2, [UNEVEN, NARROW_SUMMA[1]])])
 def test_the_predicted_peak_is_that_of_the_rank_that_holds_most(world, cases):
     for found in zip(*run_ranks(world, peaks, cases, timeout=240, backend="gloo"), strict=True):
         predicted, most = max(one for _, one in found), max(one for one, _ in found)

@@ -157,10 +157,7 @@ def transfers(
 
 @lru_cache(maxsize=256)
 def _transfers(
-    product: Product,
-    shape: tuple[int, int, int],
-    degrees: tuple[tuple[str, int], ...],
-    flags: tuple[bool, bool, bool, bool],
+    product: Product, shape: tuple[int, int, int], degrees: tuple[tuple[str, int], ...], flags: tuple[bool, ...]
 ) -> tuple[Transfer, ...]:
     sizes = dict(degrees)
     *needed, within_rank = flags
