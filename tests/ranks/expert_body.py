@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun.distributed.mesh import Group
+from parallelrun.distributed.turns import Turns
 from parallelrun.models.moe import rows
 from parallelrun.models.moe.experts import Experts
 from parallelrun.models.moe.routing import Routing
@@ -59,7 +60,7 @@ def groups_of_world(inner: int) -> tuple[Group, ...]:
 def dispatch_of(case: Case) -> TokenDispatcher:
     strategy = expert_dispatcher(case.kind)(case.chunks, case.group_size, case.overlap)
     groups = ExpertGroups(groups_of_world(case.group_size), EXPERTS // dist.get_world_size())
-    return KINDS[case.kind](strategy, groups)
+    return KINDS[case.kind](strategy, groups, Turns(torch.device("cpu")))
 
 
 def routing_of(load: str, rank: int) -> Routing:

@@ -240,7 +240,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "offload, zbv": GPT | pipeline("zbv") | {"model.layers": 6, "recompute": "offload"},
     "zbv": GPT | pipeline("zbv") | {"model.layers": 4},
     # A forward pass has saved a part of its activations when the backward pass beside it needs most.
-    "moe, two passes in turns": MOE | data("ddp") | pipeline("dualpipev") | {"ep": 2, "model.layers": 8},
+    "moe, two passes in turns": MOE
+    | data("ddp")
+    | pipeline("dualpipev")
+    | {"dp": 4, "ep": 2, "model.layers": 4, "micro_batch": 1},
     "dropout": GPT | {"dropout": 0.1},
     "zero2 fp16 full": GPT | ONE_LAYER | data("zero2") | FP16 | FULL,
     "powersgd, experts": MOE | ONE_LAYER | data("ddp", compression="powersgd") | {"dp": 4, "ep": 2},

@@ -231,7 +231,6 @@ model=moe_gpt strategy=dropless strategy.expert.kind=capacity => model.router.ca
 model=moe_gpt strategy=ddp dp=2 strategy.expert.chunks=2 => ep is 1 | ep=2 or leave
 model=moe_gpt strategy=gshard strategy.router.jitter=0.1 => did you mean: model.router.jitter
 model=moe_gpt strategy=gshard dp=4 ep=4 strategy.expert.group_size=3
-model=moe_gpt strategy=gshard dp=2 ep=2 layout=2d tp=4
 model=moe_gpt strategy=switch model.experts=0
 model=moe_gpt strategy=dropless model.router.eval_capacity_factor=2
 model=moe_gpt dp=4 ep=2 strategy=horovod strategy.data.process_sets=[[0,2]] => workers 0 to 1 | [[0,1,2,3]]
