@@ -133,6 +133,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero1 bf16": GPT | data("zero1") | BF16,
     "zero2": GPT | data("zero2"),
     "fsdp": GPT | data("fsdp"),
+    "fsdp of one rank": GPT | data("fsdp") | ONE_LAYER | {"dp": 1},
     "latent": LATENT,
     "packed": LLAMA | PACKED,
     "norms of heads with biases, tp sequence": GPT | {"tp": 2, "model.qk_norm": "head"} | SEQUENCE,

@@ -81,7 +81,7 @@ class FSDP(UnitSharding):
 
     def reducing_bytes(self, stage: int, coordinate: dict[str, int], plan: Plan) -> tuple[int, int] | None:
         """The flat copy of the largest unit's gradients with this rank's part of the sum; its parts of all sums."""
-        if not self.reduce_each_microbatch:
+        if not self.reduce_each_microbatch or plan.num_data_ranks == 1:
             return None
         units = [unit for unit in self.units(plan, plan.stages[stage].pp_rank) if unit.stage == stage]
         sent = [reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan) for unit in units] or [0]
