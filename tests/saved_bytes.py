@@ -5,6 +5,7 @@ Bodies of ranks: each takes a list of overrides of the tiny config.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -58,13 +59,14 @@ class Storages:
 
 
 def saved_by_blocks(cases: Cases) -> list[dict[str, tuple[int, int]]]:
-    """By case and block: (bytes saved in a forward pass of one microbatch, bytes predicted). The loss belongs to the
-    last block."""
+    """By case and block: (bytes saved in a forward pass of one microbatch, bytes predicted for an even load of
+    experts). The loss belongs to the last block."""
     return [_saved_by_block(case) for case in cases]
 
 
 def _saved_by_block(overrides: dict[str, Any]) -> dict[str, tuple[int, int]]:
     network, plan, x = build_network(overrides)
+    even = replace(plan, stack=replace(plan.stack, expert_imbalance=1.0))
     targets, by_block = x.roll(-1, 1), {}
     for name in network.block_names:
         storages = Storages(network)
@@ -72,7 +74,7 @@ def _saved_by_block(overrides: dict[str, Any]) -> dict[str, tuple[int, int]]:
             x = network.block(name)(x)
             if name == network.block_names[-1]:
                 network.loss(x, targets)
-        by_block[name] = storages.nbytes, predicted_bytes(name, plan)
+        by_block[name] = storages.nbytes, predicted_bytes(name, even)
     return by_block
 
 

@@ -108,7 +108,9 @@ class UnsplitLinear(RoleLayer):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiplied(x, self.bias)
+        if self.float8:
+            return self.multiplied(x, self.bias)
+        return linear(x, self.weight, self.bias, self.compute_dtype)
 
     def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x (..., in) by the weight, plus a bias."""
