@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any, TypeVar
 
+import pytest
+
 FULL = os.environ.get("PARALLELRUN_FULL_MATRIX") == "1"  # set by `tests/conftest.py`; helper processes inherit it
 Cell = TypeVar("Cell")
 
@@ -22,6 +24,12 @@ def examples(count: int) -> int:
 def every(step: int, cells: Iterable[Cell]) -> list[Cell]:
     """All cells of the full matrix, else every `step`th one: of cells whose neighbours show the same."""
     return list(cells)[:: 1 if FULL else step]
+
+
+def shared(cells: Iterable[Any]) -> list[Any]:
+    """Half of the cells for every run, and the others for the stage `slow` of `.ci/run`: of a matrix whose neighbours
+    show much the same."""
+    return [pytest.param(cell, marks=[pytest.mark.slow] * (n % 2 and not FULL)) for n, cell in enumerate(cells)]
 
 
 def pairs(settings: Mapping[str, object]) -> set[tuple[object, object]]:

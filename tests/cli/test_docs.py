@@ -73,9 +73,10 @@ def fewer_points(words: list[str]) -> list[str]:
     return [re.sub("=.*,", "=", word) if word in others else word for word in words]
 
 
-def slow_sweep(words: list[str]) -> Any:
-    """Sweeps take as long as all their points."""
-    return pytest.param(words, marks=[pytest.mark.slow] if "-m" in words else [])
+def marked(words: list[str]) -> Any:
+    """Sweeps take as long as all their points, and searches as long as all plans."""
+    is_slow = "-m" in words or any(word.startswith("cluster=") for word in words)
+    return pytest.param(words, marks=[pytest.mark.slow] if is_slow else [])
 
 
 # tests/cli/test_resume.py, tests/unit/docs/test_pages.py, tests/unit/planner/search/test_cells.py
@@ -136,7 +137,7 @@ def _forget_plug_ins() -> None:
                 function.cache_clear()
 
 
-@pytest.mark.parametrize("words", [*map(slow_sweep, PLANNED)], ids=" ".join)
+@pytest.mark.parametrize("words", [*map(marked, PLANNED)], ids=" ".join)
 def test_a_printed_command_is_legal(words: list[str], own_files, composed_once, capsys, monkeypatch) -> None:
     """Its rank among all plans, which takes most of the time, is not computed (tests/cli/test_search.py)."""
     monkeypatch.setattr(search, "ranked", lambda *of_plan: None)

@@ -129,8 +129,8 @@ def worker_2_ends_early(config: Config) -> None:
 
 
 def worker_2_stalls_once(config: Config) -> None:
-    """Every step takes 15 ms, except one of worker 2 that takes 200 ms."""
-    worker.pause_before_push = lambda settings, index, clock: time.sleep(0.2 if (index, clock) == (2, 6) else 0.015)
+    """Every step takes 40 ms, except one of worker 2 that takes 400 ms."""
+    worker.pause_before_push = lambda settings, index, clock: time.sleep(0.4 if (index, clock) == (2, 6) else 0.04)
 
 
 def worker_2_is_slow(config: Config) -> None:

@@ -16,7 +16,7 @@ from parallelrun.strategies.data.common.compression import half_precision, power
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
-from tests.matrix import FULL
+from tests.matrix import FULL, shared
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_config
 from tests.pool import run_ranks
@@ -62,7 +62,7 @@ if FULL:
     CELLS["fp16, groups of two in a ring, over cp"] = {**CELLS["fp16, groups of two in a ring"], "cp": 2}
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", shared(CELLS))
 def test_a_compressed_plan_equals_its_rule_and_sends_what_it_says(cell):
     assert_equal(parity(CELLS[cell]))
 

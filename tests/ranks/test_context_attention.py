@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from parallelrun.base.errors import ConfigError
-from tests.matrix import FULL, TWO_STEPS
+from tests.matrix import FULL, TWO_STEPS, shared
 from tests.parity import assert_equal, parity
 from tests.plans import llama, tiny_plan
 
@@ -120,6 +120,6 @@ def test_so_is_any_composition_that_is_drawn(cell):
     assert_equal(parity(cell))
 
 
-@pytest.mark.parametrize("cell", [*CELLS, *(MATRIX if FULL else ())])
+@pytest.mark.parametrize("cell", shared([*CELLS, *(MATRIX if FULL else ())]))
 def test_it_is_the_training_of_one_device_and_sends_what_was_foretold(cell):
     assert_equal(parity({**CELLS, **MATRIX}[cell]))

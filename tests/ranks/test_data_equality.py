@@ -13,7 +13,7 @@ from parallelrun.planner.resolve.resolve_config import resolve
 from parallelrun.strategies.data.common.reducer import FlatBucket
 from parallelrun.training.loop.build import Training
 from parallelrun.training.verify.measure import BOUNDS
-from tests.matrix import FULL, TWO_STEPS
+from tests.matrix import FULL, TWO_STEPS, shared
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_config
 from tests.pool import run_ranks
@@ -113,7 +113,7 @@ def on_ranks(overrides: dict[str, Any], function: Any = run, *args: Any) -> list
     return run_ranks(resolve(tiny_config({**SETTING, **overrides})).world, function, overrides, *args)
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if FULL or cell not in FULL_MATRIX])
+@pytest.mark.parametrize("cell", shared(cell for cell in CELLS if FULL or cell not in FULL_MATRIX))
 def test_training_equals_one_device_and_sends_what_the_plan_says(cell):
     document = parity({**TWO_STEPS, **UNEVEN, **CELLS[cell]})
     assert_equal(document)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun.config.presets import values
-from tests.matrix import FULL, TWO_STEPS
+from tests.matrix import FULL, TWO_STEPS, shared
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks
 from tests.ranks import horovod_body
@@ -66,7 +66,7 @@ FULL_MATRIX = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if FULL or cell not in FULL_MATRIX])
+@pytest.mark.parametrize("cell", shared(cell for cell in CELLS if FULL or cell not in FULL_MATRIX))
 def test_a_way_equals_one_device_and_sends_what_the_plan_says(cell: str) -> None:
     assert_equal(parity({**MOE, **CELLS[cell]}))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.matrix import FULL as FULL_RUN
-from tests.matrix import TWO_STEPS
+from tests.matrix import TWO_STEPS, shared
 from tests.parity import assert_equal, parity
 
 EXPERTS = {"model.experts": 8, "model.expert_period": 2, "model.router.capacity_factor": 1.25}
@@ -72,6 +72,6 @@ FULL_MATRIX = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if FULL_RUN or cell not in FULL_MATRIX])
+@pytest.mark.parametrize("cell", shared(cell for cell in CELLS if FULL_RUN or cell not in FULL_MATRIX))
 def test_training_is_that_of_one_device_and_sends_what_was_predicted(cell):
     assert_equal(parity({**EXPERTS, **CELLS[cell]}))

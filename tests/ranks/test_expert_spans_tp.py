@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.matrix import FULL, TWO_STEPS
+from tests.matrix import FULL, TWO_STEPS, shared
 from tests.parity import assert_equal, parity
 
 EXPERTS: dict[str, Any] = {
@@ -76,6 +76,6 @@ FULL_MATRIX = (
 )
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if FULL or cell not in FULL_MATRIX])
+@pytest.mark.parametrize("cell", shared(cell for cell in CELLS if FULL or cell not in FULL_MATRIX))
 def test_training_is_that_of_one_device_and_sends_what_was_predicted(cell):
     assert_equal(parity({**EXPERTS, **CELLS[cell]}))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.hugging_face_families import overrides
-from tests.matrix import FULL
+from tests.matrix import FULL, shared
 from tests.parity import assert_equal, parity
 
 
@@ -33,7 +33,7 @@ CELLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", shared(CELLS))
 def test_answers_are_trained_as_on_one_device(talks: dict[str, Any], cell: str) -> None:
     assert_equal(parity({**talks, **CELLS[cell]}))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.matrix import FULL
+from tests.matrix import FULL, shared
 from tests.parity import assert_equal, parity
 from tests.plans import llama
 
@@ -55,7 +55,7 @@ ELSEWHERE = (
 OLMO = llama(model__qk_norm="all", model__norm_position="post")
 
 
-@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan not in ELSEWHERE])
+@pytest.mark.parametrize("plan", shared(plan for plan in PLANS if plan not in ELSEWHERE))
 def test_norms_of_all_heads_together_and_of_results(plan: str) -> None:
     assert_equal(parity({**OLMO, **PLANS[plan]}))
 
@@ -95,7 +95,7 @@ WINDOWED = OVER_CONTEXT | {name: PLANS[name] for name in ("tp, sequence parallel
 FULL_MATRIX = ("2d", "packed documents, contiguous", "zigzag", "ulysses")  # others have the layout, and the order
 
 
-@pytest.mark.parametrize("plan", [plan for plan in WINDOWED if FULL or plan not in FULL_MATRIX])
+@pytest.mark.parametrize("plan", shared(plan for plan in WINDOWED if FULL or plan not in FULL_MATRIX))
 def test_windows(plan: str) -> None:
     assert_equal(parity({**WINDOW, **WINDOWED[plan]}))
 

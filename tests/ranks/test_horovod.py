@@ -12,7 +12,7 @@ from parallelrun.strategies.data.horovod import adasum
 from parallelrun.training.loop import step as step_module
 from parallelrun.training.loop.build import Training
 from parallelrun.training.loop.data_runtime import DataRuntime
-from tests.matrix import FULL, TWO_STEPS
+from tests.matrix import FULL, TWO_STEPS, shared
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks
 from tests.ranks import horovod_body as body
@@ -75,7 +75,7 @@ FULL_MATRIX = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if FULL or cell not in FULL_MATRIX])
+@pytest.mark.parametrize("cell", shared(cell for cell in CELLS if FULL or cell not in FULL_MATRIX))
 def test_a_plan_equals_what_it_promises_and_sends_what_it_says(cell):
     assert_equal(parity(CELLS[cell]))
 

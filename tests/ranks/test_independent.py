@@ -19,7 +19,7 @@ from parallelrun.training.loop.data_runtime import DataRuntime
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
 from parallelrun.training.verify.measure import BOUNDS, tensor_errors
-from tests.matrix import FULL
+from tests.matrix import FULL, shared
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_config
 from tests.pool import run_ranks
@@ -74,7 +74,7 @@ if not FULL:
     CELLS = {name: cell for name, cell in CELLS.items() if name not in RARE}
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", shared(CELLS))
 def test_every_replica_does_what_the_rule_says_and_sends_what_the_plan_says(cell: str) -> None:
     document = parity({**SETTING, **CELLS[cell]})
     assert_equal(document)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallelrun.strategies.tensor.megatron.layers import ParallelSharedInput
 from parallelrun.training.loop.build import Training
-from tests.matrix import FULL
+from tests.matrix import FULL, shared
 from tests.parity import assert_equal, parity
 
 LATENT: dict[str, Any] = {
@@ -54,7 +54,7 @@ FULL_MATRIX = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if FULL or cell not in FULL_MATRIX])
+@pytest.mark.parametrize("cell", shared(cell for cell in CELLS if FULL or cell not in FULL_MATRIX))
 def test_latent_attention_under_a_plan_equals_one_device(cell: str) -> None:
     assert_equal(parity(CELLS[cell]))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.matrix import FULL, TWO_STEPS
+from tests.matrix import FULL, TWO_STEPS, shared
 from tests.parity import assert_equal, parity
 from tests.plans import llama
 
@@ -114,6 +114,6 @@ FULL_MATRIX = (
 CHOSEN = {name: cell for name, cell in CELLS.items() if FULL or name not in FULL_MATRIX}
 
 
-@pytest.mark.parametrize("overrides", CHOSEN.values(), ids=CHOSEN)
+@pytest.mark.parametrize("overrides", shared(CHOSEN.values()), ids=CHOSEN)
 def test_a_model_under_a_plan_equals_one_device(overrides: dict[str, Any]) -> None:
     assert_equal(parity({"global_batch": 16, **overrides}))

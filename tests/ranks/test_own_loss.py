@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.matrix import shared
 from tests.parity import assert_equal, parity
 from tests.ranks import ps_body
 
@@ -47,7 +48,7 @@ CELLS = {
 }
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", shared(CELLS))
 def test_own_losses_and_own_data_are_exact(name: str) -> None:
     assert_equal(parity(CELLS[name]))
 

@@ -21,7 +21,7 @@ from parallelrun.training.loop import training_loop
 from parallelrun.training.loop.build import Training, build
 from parallelrun.training.loop.reader import Batch
 from parallelrun.training.metrics.recorder import Recorder
-from tests.matrix import FULL
+from tests.matrix import FULL, shared
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_config, tiny_plan
 
@@ -66,7 +66,7 @@ def title(cell: dict[str, Any]) -> str:
     return " ".join(f"{key.split('.')[-1]}={value}" for key, value in cell.items())
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=title)
+@pytest.mark.parametrize("cell", shared(CELLS), ids=title)
 def test_packed_documents_equal_one_device(cell: dict[str, Any]) -> None:
     assert_equal(parity({**PACKED, **cell}))
 

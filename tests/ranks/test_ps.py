@@ -279,12 +279,12 @@ def test_the_clock_gap_is_within_the_bound(tmp_path, staleness) -> None:
 
 def test_a_single_stall_is_hidden_and_a_slow_worker_is_not(tmp_path) -> None:
     """The other workers wait only for a stall that is longer than the slack of the staleness bound."""
-    settings = {"steps": 16, **SSP, "strategy.data.staleness": 12, **delays(0.02, 0.02, 0.02)}  # 12 steps: over 0.2 s
+    settings = {"steps": 16, **SSP, "strategy.data.staleness": 12, **delays(0.02, 0.02, 0.02)}  # 12 steps: over 0.4 s
     run(tmp_path / "once", settings, change="worker_2_stalls_once")
     run(tmp_path / "always", {**settings, "strategy.data.staleness": 3}, change="worker_2_is_slow")
     once = document(tmp_path / "once", "servers.json")["blocked_s_of_worker"]
     always = document(tmp_path / "always", "servers.json")["blocked_s_of_worker"]
-    assert max(once["0"], once["1"]) < 0.1  # of a stall of 0.2 s
+    assert max(once["0"], once["1"]) < 0.2  # of a stall of 0.4 s
     assert min(always["0"], always["1"]) > 0.2  # 16 steps of 45 ms more, less what the bound hides
 
 

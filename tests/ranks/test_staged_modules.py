@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.matrix import FULL
+from tests.matrix import FULL, shared
 from tests.parity import assert_equal, parity
 from tests.ranks.test_other_modules import TEXT, Arguments
 
@@ -29,7 +29,7 @@ if FULL:
     CELLS["1f1b, ddp, recompute"] = {**CELLS["1f1b, recompute"], "dp": 2}
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", shared(CELLS))
 def test_stages_of_a_forward_that_is_no_chain_are_exact(cell: str) -> None:
     assert_equal(parity({**MODULE, "pp": 2, **CELLS[cell]}))
 

@@ -12,6 +12,7 @@ from parallelrun.training.loop.build import build
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
 from tests.matrix import FULL as FULL_RUN
+from tests.matrix import shared
 from tests.parity import assert_equal, parity
 from tests.plans import llama, tiny_config
 from tests.pool import run_ranks
@@ -60,7 +61,7 @@ CELLS: dict[str, dict[str, Any]] = {
 FULL_MATRIX = ("sequence, apart, kv heads copied", "shared expert, dropout, full, zero bubble")
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if FULL_RUN or cell not in FULL_MATRIX])
+@pytest.mark.parametrize("cell", shared(cell for cell in CELLS if FULL_RUN or cell not in FULL_MATRIX))
 def test_a_tensor_parallel_training_is_that_of_one_device(cell: str) -> None:
     assert_equal(parity(CELLS[cell]))
 

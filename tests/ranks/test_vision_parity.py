@@ -14,7 +14,7 @@ from parallelrun.distributed import comm
 from parallelrun.models.vision import batch_norm
 from parallelrun.models.vision.batch_norm import BatchNorm
 from parallelrun.training.loop.build import Training
-from tests.matrix import FULL, TWO_STEPS
+from tests.matrix import FULL, TWO_STEPS, shared
 from tests.parity import assert_equal, parity
 from tests.vision import ALEXNET, BOTTLENECK, IMAGES, RESNET, VGG
 
@@ -77,7 +77,7 @@ if FULL:  # compiling takes half a minute
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
+@pytest.mark.parametrize("cell", shared(CELLS.values()), ids=CELLS)
 def test_an_image_classifier_equals_one_device(cell: dict[str, Any]) -> None:
     assert_equal(parity(cell))
 

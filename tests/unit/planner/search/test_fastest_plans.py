@@ -14,7 +14,7 @@ from parallelrun.planner.search.fitting_plans import ROUNDING
 from parallelrun.planner.search.legal import Legal
 from parallelrun.planner.search.result import MEMORY
 from parallelrun.planner.search.space import Space
-from tests.matrix import FULL
+from tests.matrix import FULL, shared
 from tests.unit.config.test_presets import composed
 from tests.unit.planner.search.brute_force import brute_force
 
@@ -69,7 +69,7 @@ CHOSEN = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SPACES if FULL else CHOSEN)
+@pytest.mark.parametrize("name", shared(SPACES if FULL else CHOSEN))
 def test_the_search_finds_what_brute_force_finds(name, monkeypatch):
     world, words = SPACES[name]
     found, everything = composed(*words), brute_force(words, world)
