@@ -108,6 +108,7 @@ def test_lines_of_text_end_at_100_columns(name, screens):
         assert command.startswith(f"parallelrun {SCREENS[name][1]}") and "\n" not in command
 
 
+@pytest.mark.slow
 def test_a_run_a_verification_and_their_comparison_end_at_100_columns(tmp_path):
     commands = ([*TINY, "strategy=ddp", "dp=2", "steps=2", "checkpoint.every=1", "name=one"],
                 ["verify", *TINY, "strategy=zero1", "dp=2"], ["-m", *TINY, "strategy=ddp,tp", "world=2", "steps=1"],

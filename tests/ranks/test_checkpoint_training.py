@@ -16,7 +16,7 @@ from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
 from parallelrun.training.metrics.recorder import Recorder
 from tests.checkpoints import read_whole, same
-from tests.matrix import FULL
+from tests.matrix import FULL, shared
 from tests.plans import tiny_config, tiny_plan
 from tests.vision import RESNET
 
@@ -71,7 +71,7 @@ if not FULL:  # their parts are in the others, and in the other tests of this fi
     del RESUMED["zero2"], RESUMED["tp2_pp2"], RESUMED["experts"], RESUMED["local_sgd_ep2"]
 
 
-@pytest.mark.parametrize("plan", RESUMED.values(), ids=RESUMED)
+@pytest.mark.parametrize("plan", shared(RESUMED.values()), ids=RESUMED)
 def test_a_run_cut_in_two_ends_bit_by_bit_where_the_whole_one_does(plan, tmp_path, run_ranks):
     whole = run_ranks(world(plan), train, tmp_path / "whole", plan, None)[0]
     half = tmp_path / "whole" / "checkpoints" / f"step_{SAVED}"

@@ -30,7 +30,7 @@ from tests.corruption import (
     judge,
     run,
 )
-from tests.matrix import FULL
+from tests.matrix import FULL, shared
 from tests.plans import tiny_config, tiny_plan
 
 CASES = [
@@ -68,7 +68,7 @@ def test_a_fault_is_found_and_its_rank_named(tmp_path, run_ranks, plan, kind, pl
     assert result.is_right, (result, found[0].events, [one.error for one in found])
 
 
-@pytest.mark.parametrize("plan", [*PLANS] if FULL else ["ptdp", "gshard", "adasum"])
+@pytest.mark.parametrize("plan", shared([*PLANS] if FULL else ["ptdp", "gshard", "adasum"]))
 def test_a_run_without_faults_has_the_same_bits_and_no_alarm(tmp_path, run_ranks, plan):
     over = {**BASE, **PLANS[plan], "dropout": 0.1, "steps": 8 if FULL else 4}
     world = tiny_plan(over).world
@@ -158,7 +158,7 @@ def check_costs(over):
     return sum(tensor.nbytes for tensor in (*kept, *probe._copies)), sent
 
 
-@pytest.mark.parametrize("plan", [*PLANS] if FULL else ["fsdp", "adasum", "tp2d", "local_sgd"])
+@pytest.mark.parametrize("plan", shared([*PLANS] if FULL else ["fsdp", "adasum", "tp2d", "local_sgd"]))
 def test_a_plan_says_what_the_checks_keep_and_send(run_ranks, plan):
     over = {**BASE, **PLANS[plan], "sdc.every": 50}
     found = run_ranks(tiny_plan(over).world, check_costs, over)

@@ -9,7 +9,7 @@ import torch
 
 from parallelrun.strategies.data.common import zero_plan
 from parallelrun.training.loop.build import Training
-from tests.matrix import FULL
+from tests.matrix import FULL, shared
 from tests.ranks.data_body import Outcome, assemble, run, start
 from tests.ranks.test_data_equality import (
     INTERLEAVED,
@@ -50,7 +50,7 @@ def run_as_stored(overrides: dict[str, Any]) -> Outcome:
         zero_plan.ROUNDED_ROLES = roles
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if FULL or cell not in FULL_MATRIX])
+@pytest.mark.parametrize("cell", shared(cell for cell in CELLS if FULL or cell not in FULL_MATRIX))
 def test_updates_are_those_of_weights_in_the_stored_dtype_bit_for_bit(cell):
     overrides = {**BF16, **CELLS[cell]}
     ours, expected = on_ranks(overrides), on_ranks(overrides, run_as_stored)

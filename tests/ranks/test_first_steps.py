@@ -19,6 +19,7 @@ from parallelrun.training.loop.build import build
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
 from parallelrun.training.metrics.first_steps import FirstSteps
+from tests.matrix import shared
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
 
@@ -47,7 +48,7 @@ def two_steps(overrides: dict[str, Any], directory: str) -> list[str]:
     return lanes
 
 
-@pytest.mark.parametrize("overrides", PLANS, ids=lambda plan: "-".join(f"{v}" for v in plan.values()))
+@pytest.mark.parametrize("overrides", shared(PLANS), ids=lambda plan: "-".join(f"{v}" for v in plan.values()))
 def test_every_way_issues_the_same_on_all_ranks(overrides: dict[str, Any], tmp_path: Path) -> None:
     lanes = run_ranks(4, two_steps, overrides, str(tmp_path))
     assert all("world (ranks 0, 1, 2, 3)" in of_rank for of_rank in lanes)

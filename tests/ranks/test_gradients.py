@@ -9,6 +9,7 @@ import torch
 
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
+from tests.matrix import shared
 from tests.pool import run_ranks
 from tests.ranks.data_body import start
 
@@ -41,7 +42,7 @@ def fill_with_ones(overrides: dict[str, Any]) -> tuple[float, int]:
     return float(share), training.plan.spec.num_parameters
 
 
-@pytest.mark.parametrize("case", WORLDS)
+@pytest.mark.parametrize("case", shared(WORLDS))
 def test_every_logical_element_is_counted_once_over_the_world(case):
     overrides = WORLDS[case]
     world = overrides.get("dp", 1) * overrides.get("tp", 1) * overrides.get("pp", 1)

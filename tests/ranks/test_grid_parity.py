@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.matrix import FULL, TWO_STEPS
+from tests.matrix import FULL, TWO_STEPS, shared
 from tests.parity import assert_equal, parity
 from tests.plans import llama
 from tests.ranks.test_model_parity import NET, PLACED, Frozen
@@ -126,6 +126,6 @@ if FULL:
     CELLS |= FULL_CELLS
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", shared(CELLS))
 def test_a_grid_equals_one_device(name: str) -> None:
     assert_equal(parity({**BASE, **CELLS[name]}, timeout=120))

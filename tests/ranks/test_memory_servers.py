@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from parallelrun.planner.predict import prediction
+from tests.matrix import shared
 from tests.ranks.ps_body import ps_plan, run
 from tests.ranks.test_memory import BOUND, GPT
 
@@ -25,7 +26,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", shared(PLANS))
 def test_the_predicted_memory_is_within_three_percent_of_what_is_held(tmp_path: Path, name: str):
     plan = ps_plan(PLANS[name])
     run(tmp_path, PLANS[name], change="record_peaks")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.matrix import FULL, TWO_STEPS, covering, pairs
+from tests.matrix import FULL, TWO_STEPS, covering, pairs, shared
 from tests.parity import assert_equal, parity
 from tests.plans import llama
 
@@ -94,7 +94,7 @@ def name_of(cell: Cell) -> str:
     return f"dp{dp}-tp{tp}-pp{pp}-{data}-{schedule}"
 
 
-@pytest.mark.parametrize("cell", every_cell() if FULL else chosen_cells(), ids=name_of)
+@pytest.mark.parametrize("cell", shared(every_cell() if FULL else chosen_cells()), ids=name_of)
 def test_plan_equals_one_device_in_fp64(cell: Cell) -> None:
     (dp, tp, pp), data, schedule = cell
     assert_equal(parity(overrides_of(dp, tp, pp, data, schedule)))

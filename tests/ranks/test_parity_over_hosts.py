@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.matrix import FULL
+from tests.matrix import FULL, shared
 from tests.parity import assert_equal, parity
 from tests.ranks.test_expert_parity import EXPERTS
 from tests.ranks.test_parity import Cell, name_of, overrides_of
@@ -18,7 +18,7 @@ CELLS: tuple[Cell, ...] = (
 )
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=name_of)
+@pytest.mark.parametrize("cell", shared(CELLS), ids=name_of)
 def test_a_plan_on_two_hosts_of_two_ranks_equals_one_device_in_fp64(cell: Cell) -> None:
     (dp, tp, pp), data, schedule = cell
     assert_equal(parity(overrides_of(dp, tp, pp, data, schedule), hosts="aabb"))

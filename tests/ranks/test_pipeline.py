@@ -12,7 +12,7 @@ from parallelrun.planner.contract.pipeline_schedule import is_pair
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.strategies.pipeline.schedule import boundary_bytes
 from parallelrun.training.metrics.schedule_actions import schedule_document
-from tests.matrix import FULL, TWO_STEPS
+from tests.matrix import FULL, TWO_STEPS, shared
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
@@ -79,7 +79,7 @@ if not FULL:  # others have as uneven stages, and more
 MICROBATCHES = 8 if FULL else 4
 
 
-@pytest.mark.parametrize("name", UNEVEN)
+@pytest.mark.parametrize("name", shared(UNEVEN))
 def test_stages_of_unequal_numbers_of_layers_equal_one_device(name):
     overrides = {
         **SETTING,

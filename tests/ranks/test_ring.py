@@ -10,7 +10,7 @@ import torch
 
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import train_step
-from tests.matrix import FULL, TWO_STEPS
+from tests.matrix import FULL, TWO_STEPS, shared
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks
 from tests.ranks.data_body import run, start
@@ -45,7 +45,7 @@ if not FULL:  # each of their axes is in another cell
     del CELLS["tp and pp"], CELLS["pp, tied"], CELLS["2d"]
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", shared(CELLS))
 def test_it_is_the_training_of_one_device_and_sends_what_was_foretold(cell):
     assert_equal(parity(CELLS[cell]))
 

@@ -17,7 +17,7 @@ from parallelrun.training.loop.router_step import RoutingUpdater
 from parallelrun.training.loop.schedules import LossScaler
 from parallelrun.training.loop.step import measure, train_step
 from parallelrun.training.verify.trace import Trace, _gather
-from tests.matrix import FULL
+from tests.matrix import FULL, shared
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_config
 from tests.pool import run_ranks
@@ -85,7 +85,7 @@ def alone() -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", shared(PLANS))
 def test_every_rank_knows_what_one_device_would_have_seen(name: str, alone: dict[str, Any]) -> None:
     results = run_ranks(resolve(tiny_config({**EXPERTS, **PLANS[name]})).world, seen, PLANS[name])
     for result in results:

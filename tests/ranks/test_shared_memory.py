@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallelrun.distributed import shared_memory
 from parallelrun.distributed.shared_memory import collectives
-from tests.matrix import FULL
+from tests.matrix import FULL, shared
 from tests.pool import run_ranks
 
 DTYPES = (
@@ -161,7 +161,7 @@ def both_ways() -> Iterator[bool]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4] if FULL else [2, 3])
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", shared(OPERATIONS))
 def test_every_operation_and_dtype_equals_gloo_bit_for_bit(name: str, world: int) -> None:
     if world == 2 and name == "reduce to the last":
         return

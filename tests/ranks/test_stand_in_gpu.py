@@ -75,7 +75,7 @@ def both(folder, overrides):
     return [train(folder / device, overrides, device) for device in ("cpu", "cuda")]
 
 
-SLOW = {"one device, fp16", "rings of gradients and keys"}
+SLOW = {"one device, fp16", "rings of gradients and keys", "stages"}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ def test_errors_and_order():
     assert "+10%" in line(rows((2.2, 2.0))[0])
 
 
+@pytest.mark.slow
 def test_the_plans_are_legal_and_unseen():
     seen = {freeze(*composed([*words, "dataset=synthetic"])) for _, words in STEPS}
     asked = {name: freeze(*composed([*words, "dataset=synthetic"])) for name, words in PLANS.items()}

@@ -24,6 +24,7 @@ LINES = (
 )
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_what_users_get():
     """In any order, also the second time, and whatever is changed in between."""
     with pytest.MonkeyPatch.context() as patch:

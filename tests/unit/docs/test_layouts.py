@@ -18,6 +18,7 @@ def layouts() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_pictures_and_tables_are_up_to_date(layouts: ModuleType) -> None:
     for path, content in layouts.files().items():
         assert path.read_text() == content, f"run `python docs/layouts.py`: {path.name} shows an older layout"

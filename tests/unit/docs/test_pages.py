@@ -85,6 +85,7 @@ def test_the_prediction_for_llama_3_is_what_plan_prints(capsys: pytest.CaptureFi
     assert f"With storage of 20 GB/s it would be {useful:.0f} %" in text
 
 
+@pytest.mark.slow
 def test_the_waterfall_of_the_page_has_the_lines_that_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
     """Figures follow the constants of the cluster; what is printed, and that the parts add up, stays."""
     text = (DOCS / "search.md").read_text()

@@ -100,6 +100,7 @@ def test_a_training_on_longer_samples_lengthens_the_context(base, tmp_path):
     check(exported(tuned(tmp_path / "run", base, base, seq=8192), tmp_path / "out"), length=8192)
 
 
+@pytest.mark.slow
 def test_it_comes_through_import_a_run_and_a_run_that_started_from_that_one(base, tmp_path, capsys):
     assert main(["import", str(base), "--to", str(tmp_path / "checkpoint")]) == 0
     assert f"left out: {base / 'original'}" in capsys.readouterr().err

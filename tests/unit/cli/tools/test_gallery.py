@@ -55,6 +55,7 @@ def mine(tmp_path, monkeypatch):
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [OF_EXTRAS.get(name, name) for name in NAMES])
 def test_every_recipe_says_what_the_gallery_needs_and_what_the_plan_confirms(name):
     found = gallery.check(recipes.find({})[name])

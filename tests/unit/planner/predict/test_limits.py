@@ -64,6 +64,7 @@ def patient(monkeypatch):
     monkeypatch.setattr("parallelrun.planner.search.crossovers.BUDGET_S", float("inf"))
 
 
+@pytest.mark.slow
 def test_a_rate_at_which_another_plan_wins_is_where_both_take_as_long(patient, monkeypatch):
     monkeypatch.setattr("parallelrun.planner.search.crossovers.KEYS", LINKS)
     found = composed(*HOSTS, "cluster.memory_gb=60")  # too little to keep gathered weights: each microbatch moves them
@@ -86,6 +87,7 @@ PIPELINES = (*HOSTS[:3], "global_batch=16", "gpus=16", "micro_batch=1", "recompu
              "schedule=1f1b", "strategy.data.kind=zero1")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_tokens_per_microbatch_at_which_another_plan_wins(patient, monkeypatch):
     monkeypatch.setattr("parallelrun.planner.search.crossovers.KEYS", (SEQ,))
     found = composed(*PIPELINES)

@@ -116,6 +116,7 @@ def test_without_matplotlib_a_picture_is_refused_with_the_command_that_installs_
 COMMAND = "plan model=gpt strategy=ddp dp=4 cluster=ethernet_25g"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["costs", *(["costs.svg"] if FULL else []), "costs.csv"])
 def test_plot_writes_the_picture_and_its_numbers_and_nothing_else_does(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -125,6 +126,7 @@ def test_plot_writes_the_picture_and_its_numbers_and_nothing_else_does(name, tmp
     assert "written: costs.svg" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_each_point_of_a_sweep_has_its_own_picture(tmp_path, monkeypatch, capsys, composed_once):
     monkeypatch.chdir(tmp_path)
     line = "plan -m --json model=gpt strategy=ddp,ps world=4 plot=costs detail=data_axis"

@@ -106,6 +106,7 @@ SHOWN = [(PLANNED[n], width, terminal) for n, width, terminal in product(range(4
          if FULL or (width, terminal) == NARROWEST or (n < 3 and (n + width // 20 + terminal) % 2 == 0)]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("overrides", "width", "terminal"), SHOWN)
 def test_no_line_is_wider_than_the_console(overrides, width, terminal):
     text = shown({**overrides, "detail": "all"}, width, force_terminal=terminal, no_color=True, color_system=None)
