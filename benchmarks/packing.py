@@ -27,7 +27,7 @@ from parallelrun.distributed.mesh import build_mesh
 from parallelrun.models import initialise
 from parallelrun.models.documents import DocumentBounds
 from parallelrun.models.network import Network
-from parallelrun.models.optimizer import Optimizer
+from parallelrun.models.optimizers.optimizer import Optimizer
 from parallelrun.planner.contract.parameters import LocalParameter, held_parameters
 from parallelrun.planner.model.definitions import IGNORED
 from parallelrun.planner.resolve.resolve_config import resolve

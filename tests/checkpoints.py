@@ -21,7 +21,7 @@ from parallelrun.checkpoint.index import DTYPES, INDEX_FILE, Index, StoredPart, 
 from parallelrun.checkpoint.schema import encode
 from parallelrun.config.schema.run_schema import OptimizerConfig
 from parallelrun.distributed.mesh import Mesh, build_mesh
-from parallelrun.models.optimizer import Optimizer
+from parallelrun.models.optimizers.optimizer import Optimizer
 from parallelrun.planner.contract.parameters import LocalParameter, held_parameters
 from parallelrun.planner.contract.plan import Plan
 from tests.plans import tiny_plan

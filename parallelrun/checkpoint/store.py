@@ -41,7 +41,7 @@ from parallelrun.checkpoint.storage import LocalPart
 from parallelrun.checkpoint.together import CheckpointRanks
 from parallelrun.distributed import comm
 from parallelrun.distributed.mesh import Group, Mesh
-from parallelrun.models.optimizer import Optimizer
+from parallelrun.models.optimizers.optimizer import Optimizer
 from parallelrun.planner.contract.parameters import LocalParameter, owns
 from parallelrun.planner.contract.plan import Plan
 

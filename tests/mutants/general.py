@@ -428,7 +428,8 @@ def inputs_of_the_next_block() -> None:
 
 def offloaded_gradients_of_the_first_step() -> None:
     """The update on the host goes on with the gradients that it has."""
-    from parallelrun.models import host_copies, optimizer
+    from parallelrun.models import host_copies
+    from parallelrun.models.optimizers import optimizer
 
     right = optimizer.Optimizer.step
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallelrun.models import muon
+from parallelrun.models.optimizers import muon
 
 
 def orthogonal_shards() -> None:

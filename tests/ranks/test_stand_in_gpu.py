@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from parallelrun.base.context import WorkerContext
 from parallelrun.launch.ranks import worker
-from parallelrun.models import muon
+from parallelrun.models.optimizers import muon
 from tests.matrix import FULL
 from tests.plans import tiny_config, tiny_plan
 from tests.stand_in_gpu import OnGpu, stand_in_gpu

@@ -3,7 +3,7 @@
 Newton-Schulz needs the whole momentum of a matrix. If several ranks hold its parts, one of them owns the matrix: an
 all-to-all over each axis that shards it brings the parts to the owner, and the parts of the result back. N ranks send
 an N-th of what all-gathers would, and compute an N-th. Each copy of a matrix is computed where it is, so that zero1
-divides the work that ddp repeats. The plan and the runtime (`models.muon`) ask the same functions.
+divides the work that ddp repeats. The plan and the runtime (`models.optimizers.muon`) ask the same functions.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from parallelrun.models.chunked_loss import defer_logits
 from parallelrun.models.float8 import FUSED, SPLIT
 from parallelrun.models.layers import ColumnLinear, UnsplitLinear
 from parallelrun.models.network import Network, compile_blocks
-from parallelrun.models.optimizer import OffloadedOptimizer, Optimizer
-from parallelrun.models.rounded_optimizer import RoundedOptimizer
+from parallelrun.models.optimizers.optimizer import OffloadedOptimizer, Optimizer
+from parallelrun.models.optimizers.rounded_optimizer import RoundedOptimizer
 from parallelrun.models.vision.batch_norm import give_sets
 from parallelrun.planner.contract.optimizers import with_lr_scale
 from parallelrun.planner.contract.parameters import LocalParameter, uses_rounded

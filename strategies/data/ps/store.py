@@ -24,7 +24,7 @@ from parallelrun.checkpoint.together import CheckpointRanks
 from parallelrun.config.schema.run_schema import Config
 from parallelrun.data import open_dataset
 from parallelrun.models import initialise
-from parallelrun.models.optimizer import Optimizer
+from parallelrun.models.optimizers.optimizer import Optimizer
 from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.contract.plan import Plan
 from parallelrun.planner.model.definitions import Dataset

@@ -14,7 +14,7 @@ from parallelrun.config.schema.run_schema import OptimizerConfig
 from parallelrun.distributed import torch_private
 from parallelrun.models.moe.experts import grouped_multiply, one_by_one
 from parallelrun.models.network import allocate
-from parallelrun.models.optimizer import Optimizer
+from parallelrun.models.optimizers.optimizer import Optimizer
 from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.model.model_spec import Initialiser, ParameterSpec
 from tests.matrix import FULL

@@ -30,7 +30,7 @@ PACKAGE = Path(parallelrun.__file__).parent
 OURS = (str(PACKAGE), str(Path(parallelrun.strategies.__file__).parent))
 KERNELS = f"{PACKAGE}/distributed/torch_private/products.py"  # called by torch, in place of its own kernels
 # Everything around forward and backward: gradients, norm, clipping, update, totals.
-OURS_AROUND = ("training/", "models/optimizer.py", "distributed/torch_private/")
+OURS_AROUND = ("training/", "models/optimizers/", "distributed/torch_private/")
 AROUND = tuple(f"{PACKAGE}/{path}" for path in OURS_AROUND)  # torch's optimizer has loops of its own
 # A parameter's gradient is looked at (`is_contiguous`), measured (`numel`) and put in a list (`append`), or measured in
 # rows; everything else is done by one call for all of them.

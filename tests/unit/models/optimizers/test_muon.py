@@ -10,8 +10,8 @@ import torch
 from parallelrun.base.errors import ConfigError
 from parallelrun.distributed import torch_private
 from parallelrun.distributed.mesh import Mesh
-from parallelrun.models import muon
-from parallelrun.models.optimizer import OffloadedOptimizer, Optimizer
+from parallelrun.models.optimizers import muon
+from parallelrun.models.optimizers.optimizer import OffloadedOptimizer, Optimizer
 from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.optimizers import muon_matrices, num_states
 from parallelrun.planner.contract.parameters import LocalParameter, held_parameters

@@ -14,7 +14,7 @@ from parallelrun.config.schema.run_schema import OptimizerConfig
 from parallelrun.distributed import torch_private
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.models import host_copies
-from parallelrun.models.muon import Muon
+from parallelrun.models.optimizers.muon import Muon
 from parallelrun.planner.contract.optimizers import ADAMW, MUON, OPTIMIZERS, is_matrix, muon_matrices
 from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.contract.plan import Plan

@@ -10,7 +10,7 @@ import torch
 from parallelrun.base.errors import ConfigError
 from parallelrun.base.layout import Layout
 from parallelrun.config.schema.run_schema import OptimizerConfig
-from parallelrun.models.optimizer import Optimizer
+from parallelrun.models.optimizers.optimizer import Optimizer
 from parallelrun.planner.contract.optimizers import OPTIMIZERS
 from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.model.model_spec import Initialiser, ParameterSpec

@@ -16,7 +16,7 @@ from torch import Tensor
 from parallelrun.config.schema.run_schema import OptimizerConfig
 from parallelrun.distributed.mesh import Mesh
 from parallelrun.models import dropout
-from parallelrun.models.optimizer import STEP, Optimizer
+from parallelrun.models.optimizers.optimizer import STEP, Optimizer
 from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.contract.plan import Plan
 

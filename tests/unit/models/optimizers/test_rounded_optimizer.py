@@ -10,12 +10,12 @@ import torch
 from parallelrun.base.errors import ConfigError
 from parallelrun.base.layout import Layout
 from parallelrun.distributed.mesh import Mesh
-from parallelrun.models.optimizer import Optimizer
-from parallelrun.models.rounded_optimizer import RoundedOptimizer
+from parallelrun.models.optimizers.optimizer import Optimizer
+from parallelrun.models.optimizers.rounded_optimizer import RoundedOptimizer
 from parallelrun.planner.contract.parameters import LocalParameter
 from parallelrun.planner.predict import prediction
 from tests.plans import tiny_config, tiny_plan
-from tests.unit.models.test_optimizer import make
+from tests.unit.models.optimizers.test_optimizer import make
 
 ROUNDED = {"precision.name": "bf16", "optimizer.rounding": "stochastic"}
 CONFIG = tiny_config(optimizer__eps=1e-4).optimizer

@@ -1,0 +1,1 @@
+"""The update of weights: torch's optimizers over local tensors, Muon, and bf16 weights that are rounded at random."""
