@@ -29,7 +29,14 @@ def every(step: int, cells: Iterable[Cell]) -> list[Cell]:
 def shared(cells: Iterable[Any]) -> list[Any]:
     """Half of the cells for every run, and the others for the stage `slow` of `.ci/run`: of a matrix whose neighbours
     show much the same."""
-    return [pytest.param(cell, marks=[pytest.mark.slow] * (n % 2 and not FULL)) for n, cell in enumerate(cells)]
+    every_cell = list(cells)
+    return sparing(every_cell, every_cell[1::2])
+
+
+def sparing(cells: Iterable[Any], slow: Iterable[Any]) -> list[Any]:
+    """All cells, of which `slow` are for the stage `slow` of `.ci/run`, and for the full matrix."""
+    marked = [] if FULL else list(slow)
+    return [pytest.param(cell, marks=[pytest.mark.slow] * (cell in marked)) for cell in cells]
 
 
 def pairs(settings: Mapping[str, object]) -> set[tuple[object, object]]:

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,7 @@ from parallelrun.planner.resolve import shorthands
 from tests import hugging_face_families, other_runners
 from tests.cli.test_plugin import ENTRY_POINTS, PLUGIN, install
 from tests.extras import needs
-from tests.matrix import FULL
+from tests.matrix import FULL, sparing
 from tests.unit import other_nets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,12 +72,6 @@ def fewer_points(words: list[str]) -> list[str]:
     return [re.sub("=.*,", "=", word) if word in others else word for word in words]
 
 
-def marked(words: list[str]) -> Any:
-    """Sweeps take as long as all their points, and searches as long as all plans."""
-    is_slow = "-m" in words or any(word.startswith("cluster=") for word in words)
-    return pytest.param(words, marks=[pytest.mark.slow] if is_slow else [])
-
-
 # tests/cli/test_resume.py, tests/unit/docs/test_pages.py, tests/unit/planner/search/test_cells.py
 ELSEWHERE = {"resume=latest", "explain=true", "cells"}
 CALLS = [words for words in as_the_shell_splits(printed_lines()) if not ELSEWHERE & {*words}]
@@ -86,6 +79,8 @@ PLANS = [words for words in CALLS if words and words[0] not in TOOLS and not wor
 WITH_PLUG_INS = [
     words for words in PLANS if any(word.startswith(("hydra/launcher", "hydra/sweeper")) for word in words)
 ]
+# Sweeps take as long as all their points, and searches as long as all plans.
+SLOW = [words for words in PLANS if "-m" in words or any(word.startswith("cluster=") for word in words)]
 WITH_TRANSFORMERS = [words for words in PLANS if {"model=hf", "recipe=finetune_chat"} & {*words}]
 PLANNED = [words for words in PLANS if words not in WITH_PLUG_INS and words not in WITH_TRANSFORMERS]
 MEASURED = [words[1:] for words in CALLS if words[:1] == ["calibrate"]]  # takes minutes: tests/cli/test_calibrate.py
@@ -137,7 +132,7 @@ def _forget_plug_ins() -> None:
                 function.cache_clear()
 
 
-@pytest.mark.parametrize("words", [*map(marked, PLANNED)], ids=" ".join)
+@pytest.mark.parametrize("words", sparing(PLANNED, SLOW), ids=" ".join)
 def test_a_printed_command_is_legal(words: list[str], own_files, composed_once, capsys, monkeypatch) -> None:
     """Its rank among all plans, which takes most of the time, is not computed (tests/cli/test_search.py)."""
     monkeypatch.setattr(search, "ranked", lambda *of_plan: None)

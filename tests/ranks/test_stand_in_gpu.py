@@ -13,7 +13,7 @@ import torch.distributed as dist
 from parallelrun.base.context import WorkerContext
 from parallelrun.launch.ranks import worker
 from parallelrun.models.optimizers import muon
-from tests.matrix import FULL
+from tests.matrix import FULL, sparing
 from tests.plans import tiny_config, tiny_plan
 from tests.stand_in_gpu import OnGpu, stand_in_gpu
 
@@ -78,11 +78,7 @@ def both(folder, overrides):
 SLOW = {"one device, fp16", "rings of gradients and keys", "stages"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RUNS]
-    + (list(MORE_RUNS) if FULL else []),
-)
+@pytest.mark.parametrize("name", sparing([*RUNS, *(MORE_RUNS if FULL else ())], SLOW))
 def test_a_run_on_a_gpu_trains_as_on_the_cpu(tmp_path, run_ranks, name):
     overrides = {"model.layers": 2, "steps": 2, **{**RUNS, **MORE_RUNS}[name]}
     on_cpu, on_gpu = run_ranks(tiny_plan(overrides).world, both, tmp_path, overrides, backend="gloo")[0]

@@ -12,7 +12,7 @@ from parallelrun.training.loop.build import build
 from parallelrun.training.verify.checked import checked_config, checked_plan, compared_bytes
 from parallelrun.training.verify.run import judge, plan_trace, reference_trace
 from tests import vision
-from tests.matrix import FULL
+from tests.matrix import FULL, sparing
 from tests.peak_bytes import PeakBytes, tensors_in
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
@@ -43,10 +43,6 @@ PLANS_OF_RANKS: dict[str, dict[str, Any]] = {
 SLOW = {"gpt, four steps in fp32", "gpt, adamw", "vgg", "pp", "tp", "local sgd"}
 
 
-def marked(plans: dict[str, Any]) -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in plans]
-
-
 def _ratio(overrides: dict[str, Any]) -> float | None:
     """Measured over predicted bytes that rank 0 needs besides its own training; None on other ranks."""
     config = checked_config(tiny_config({**overrides, "verb": "verify"}))
@@ -65,12 +61,12 @@ def _ratio(overrides: dict[str, Any]) -> float | None:
     return (bytes_alive.peak - own) / compared_bytes(config, plan)
 
 
-@pytest.mark.parametrize("name", marked(PLANS))
+@pytest.mark.parametrize("name", sparing(PLANS, SLOW))
 def test_verify_is_refused_only_if_it_cannot_fit(name: str) -> None:
     assert _ratio(PLANS[name]) >= 0.98
 
 
-@pytest.mark.parametrize("name", marked(PLANS_OF_RANKS))
+@pytest.mark.parametrize("name", sparing(PLANS_OF_RANKS, SLOW))
 def test_rank_0_needs_as_much_under_any_plan(name: str) -> None:
     ratio, other = run_ranks(2, _ratio, PLANS_OF_RANKS[name])
     assert other is None and ratio >= 0.98
