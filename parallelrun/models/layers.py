@@ -109,14 +109,8 @@ class UnsplitLinear(RoleLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.float8:
-            return self.multiplied(x, self.bias)
+            return float8.multiply(x, [(self.weight, self.bias)], self.compute_dtype, self.float8)[0]
         return linear(x, self.weight, self.bias, self.compute_dtype)
-
-    def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x (..., in) by the weight, plus a bias."""
-        if self.float8:
-            return float8.multiply(x, [(self.weight, bias)], self.compute_dtype, self.float8)[0]
-        return linear(x, self.weight, bias, self.compute_dtype)
 
 
 class RowLinear(UnsplitLinear):

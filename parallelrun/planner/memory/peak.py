@@ -93,7 +93,8 @@ class ScheduleTraversal:
         """
         begun: Counter[int] = Counter()  # backward passes by stage
         batch, gradients = batch_bytes(self._plan, self._pp_rank), 0
-        sums_alone = "BW" if self._plan.pipeline.splits_backward else ""  # else with the blocks of the pass
+        # After which passes a stage's gradients are reduced; without split passes, block by block in `_compute_beyond`.
+        reduced_after = "BW" if self._plan.pipeline.splits_backward else ""
         reduced: set[int] = set()  # stages whose sums have begun
         apart = 0  # of microbatches whose weight gradients are not computed yet, beside what is saved for them
         bytes_apart = {index: self._apart(index) for index in self._blocks}
@@ -118,7 +119,7 @@ class ScheduleTraversal:
                 begun[index] += 1 if reducing[index] is None else 0  # each pass of others is as the first
             if split:
                 apart += bytes_apart[index] if kind == "I" else -bytes_apart[index]
-            if kind in sums_alone and (sizes := reducing[index]) is not None:
+            if kind in reduced_after and (sizes := reducing[index]) is not None:
                 left, temporary = activations - self._kept[index], batch + apart + self._complete(index) + sizes[0]
                 if gradients + left + temporary > peak.tensors:
                     peak = Memory(0, gradients, 0, left, temporary)

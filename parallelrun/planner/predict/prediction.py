@@ -44,13 +44,13 @@ def wire_bytes(row: Collective, size: int) -> int:
 
 
 def group_size(plan: Plan, axis: str) -> int:
-    """Ranks in a group of `axis`: a mesh axis, several joined by `+`, `world` (without servers, which no collective
-    joins, unless there is one worker), `embedding`, or an axis of the data strategy."""
+    """Ranks in a group of `axis`: a mesh axis, several joined by `+`, `world` (the workers; of messages with servers
+    two at least), `embedding`, or an axis of the data strategy."""
     own = plan.data.group_size(axis)
     if own is not None:
         return own
     if axis in (WORLD, EMBEDDING):
-        return (plan.num_workers if plan.num_workers > 1 else plan.world) if axis == WORLD else 2
+        return max(plan.num_workers, 2 if plan.servers else 1) if axis == WORLD else 2
     return prod(plan.mesh.size(part) for part in axis.split("+")) if "+" in axis else plan.mesh.size(axis)
 
 

@@ -29,7 +29,7 @@ from parallelrun.planner.predict.step_time.step import StepModel, why_unknown
 from parallelrun.planner.resolve.draft import REFERENCE_SCHEDULE
 from parallelrun.planner.search.legal import OF_STAGES, Legal, LegalGroup, tensor_of
 
-BlockSeconds = tuple[tuple[float, float, float], tuple[float, float, float]]
+BlockSeconds = tuple[float, float, float]
 IN_ROW = 2  # equal blocks that show what a data strategy holds beside one of many
 
 
@@ -91,9 +91,9 @@ class Bounds:
             longest[number] = max(longest.get(number, 0), sums[heads[rank]])
         return [(head, number, 0 if group.schedule.splits_backward else head) for number, head in longest.items()]
 
-    def seconds(self, group: LegalGroup, micro_batch: int) -> BlockSeconds:
-        """(forward, backward, recomputation) of one microbatch of the model's commonest block, and the same without
-        waits that a pass of another stage may hide; recomputation in the form that repeats most. Zeros where the
+    def seconds(self, group: LegalGroup, micro_batch: int, with_waits: bool) -> BlockSeconds:
+        """(forward, backward, recomputation) of one microbatch of the model's commonest block; recomputation in the
+        form that repeats most. with_waits: for rows of experts, which a pass of another stage may hide. Zeros where the
         cluster gives no rates."""
         # With sharded weights a block takes least, then with rounded ones: see `streaming.of_weights`.
         of_data = partial(max, group.datas, key=lambda data: _spares(data_strategy(data.kind)))
@@ -101,20 +101,20 @@ class Bounds:
         spares = _spares(data_strategy(least.kind))
         several = not spares[0] and self._legal.space.global_batch // group.dp // micro_batch > 1
         key = "seconds", tensor_of(group), micro_batch, spares, several
-        seconds: BlockSeconds = once(self._cache, key, lambda: self._seconds(group, micro_batch, least))
-        return seconds
+        both: dict[bool, BlockSeconds] = once(self._cache, key, lambda: self._seconds(group, micro_batch, least))
+        return both[with_waits]
 
-    def _seconds(self, group: LegalGroup, micro_batch: int, data: DataStrategyConfig) -> BlockSeconds:
-        """Return the bounds for `data`, which stands for all data strategies that treat weights alike."""
+    def _seconds(self, group: LegalGroup, micro_batch: int, data: DataStrategyConfig) -> dict[bool, BlockSeconds]:
+        """Return the bounds with and without waits for `data`, which stands for all data strategies that treat weights
+        alike."""
         plan = self._legal.plan(group, micro_batch, self._most, data)
-        if why_unknown(plan, self._cluster):
-            return (0.0, 0.0, 0.0), (0.0, 0.0, 0.0)
-        time = self._times.block_time(plan, self._blocks[self._commonest])
+        is_unknown = why_unknown(plan, self._cluster)
+        time = None if is_unknown else self._times.block_time(plan, self._blocks[self._commonest])
         if time is None:
-            return (0.0, 0.0, 0.0), (0.0, 0.0, 0.0)
+            return dict.fromkeys((True, False), (0.0, 0.0, 0.0))
         forward, backward, again = (sum(parts.values()) for parts in (time.forward, time.backward, time.again))
         waits = time.waits
-        return (forward, backward, again), (forward - waits[0], backward - waits[1], again - waits[2])
+        return {True: (forward, backward, again), False: (forward - waits[0], backward - waits[1], again - waits[2])}
 
     def _number(self, stage: Stage) -> int:
         alike = self._legal.spec.first_alike

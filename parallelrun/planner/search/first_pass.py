@@ -70,7 +70,7 @@ class FirstPass:
 
     def _least_s(self, group: LegalGroup, alike: LegalGroup, micro_batch: int) -> list[float]:
         """Lower bounds of a step by recomputation, with the blocks of `alike`."""
-        forward, backward, again = self.bounds.seconds(alike, micro_batch)[group.schedule.overlaps_passes]
+        forward, backward, again = self.bounds.seconds(alike, micro_batch, not group.schedule.overlaps_passes)
         microbatches, paths = self._legal.space.global_batch // group.dp // micro_batch, self.bounds.paths(group)
 
         def of(backward: float) -> float:

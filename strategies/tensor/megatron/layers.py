@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
+from parallelrun.models import float8
 from parallelrun.models import layers as single_device
 from parallelrun.models.autograd import apply
-from parallelrun.models.functions import cast
+from parallelrun.models.functions import cast, linear
 from parallelrun.models.masked_layers import AttentionProduct, HashDropout
 from parallelrun.models.vision.convolution import ColumnConvolution, RowConvolution
 
@@ -41,7 +42,12 @@ class RowParallelLinear(TensorParallelLayer, single_device.RowLinear):
     """Local columns of the weight; the partial products are summed, and the bias is added once, after."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = reduce_or_scatter(self.multiplied(x, None), self.tp)
+        out = reduce_or_scatter(
+            float8.multiply(x, [(self.weight, None)], self.compute_dtype, self.float8)[0]
+            if self.float8
+            else linear(x, self.weight, None, self.compute_dtype),
+            self.tp,
+        )
         return out if self.bias is None else out + cast(self.bias, self.compute_dtype)
 
 
