@@ -233,6 +233,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "tokens ahead, fsdp": LLAMA | AHEAD | data("fsdp"),
     "tokens ahead, loss in chunks, tied bf16": GPT | AHEAD | CHUNKS | BF16,
     "tokens ahead, 1f1b": LLAMA | AHEAD | pipeline("1f1b"),
+    "tokens ahead, 1f1b, offload": LLAMA | AHEAD | pipeline("1f1b") | {"recompute": "offload"},
     "tokens ahead, moe full": MOE | AHEAD | FULL,
     "moe, gated shared experts, tp sequence": MOE
     | {"tp": 2, "model.shared_experts": 2, "model.shared_gate": True}
@@ -329,6 +330,7 @@ SELDOM = {
     "moe, 2d of one row x 1f1b selective bf16",
     "soft cap, large vocabulary, tp", "loss in chunks, soft cap, tp bf16", "z-loss bf16",
     "tokens ahead, large vocabulary", "two tokens ahead, tp, large vocabulary", "tokens ahead, 1f1b",
+    "tokens ahead, 1f1b, offload",
     "tokens ahead, fsdp", "tokens ahead, loss in chunks, tied bf16", "tokens ahead, moe full",
     "moe, gated shared experts, tp sequence",
 }  # fmt: skip

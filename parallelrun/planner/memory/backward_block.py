@@ -85,8 +85,8 @@ def backward_blocks(names: Sequence[str], plan: Plan, receives: bool) -> list[Ba
     if plan.recompute == "offload":
         if receives:
             in_order[0] = backward_block(names[0], plan.sharing(recompute="full"), rounded)
-        first = next((i for i, block in enumerate(in_order) if block.beside), 0)  # has none to bring back before it
-        in_order[first] = replace(in_order[first], beside=0)
+        first = next((i for i, block in enumerate(in_order) if block.on_host), 0)  # has none to bring back before it
+        in_order[first] = replace(in_order[first], beside=in_order[first].beside - in_order[first].on_host)
     return in_order
 
 

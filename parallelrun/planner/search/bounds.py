@@ -218,7 +218,7 @@ def _of_data(of_blocks: Callable[[tuple[str, ...]], Plan], blocks: tuple[str, ..
     plan = of_blocks(blocks[:1])
     data, splits, coordinate = plan.data, plan.pipeline.splits_backward, plan.mesh.coordinate(0)
     held = sum(prediction.parameters_bytes(plan, coordinate)) + data.gathered_bytes(0, coordinate, plan)
-    if plan.num_data_ranks > 1 and (splits or data.shards_weights):
+    if plan.num_data_ranks > 1 and data.shards_weights and not splits:
         in_row = of_blocks(blocks) if len(blocks) > 1 else plan
         if (during := data.backward_bytes(0, 0, coordinate, in_row)) is not None:
             closing = data.closing_bytes(0, 0, coordinate, in_row)
