@@ -33,6 +33,18 @@ def test_numbers_are_rounded_to_nearest_by_a_power_of_2_at_which_the_largest_fit
     assert same[matrix[:, :24].abs() > rounded.scale * torch.finfo(kind).tiny].all()
 
 
+@pytest.mark.parametrize("kind", [float8.FUSED, float8.SPLIT])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inputs_and_weights_keep_three_bits_and_gradients_two(kind, dtype):
+    """1.125 has three bits behind the point, 1.0625 four."""
+    for number, forward, backward in ((1.125, 1.125, 1.0), (1.0625, 1.0, 1.0)):
+        x, weight = torch.eye(16, dtype=dtype).mul_(number), torch.eye(16, dtype=dtype)
+        (y,) = float8.multiply(x.requires_grad_(), [(weight.requires_grad_(), None)], dtype, kind)
+        y.backward(torch.full_like(y, number))
+        assert y.diagonal().eq(forward).all() and x.grad.eq(backward).all()
+        assert weight.grad.eq(backward * forward).all()
+
+
 def test_zeros_have_a_scale_and_what_is_undefined_stays_so():
     assert float8.quantise(torch.zeros(2, 3)).widened().eq(0).all()
     assert float8.quantise(torch.full((2, 2), 1e-44)).widened().isfinite().all()
