@@ -134,6 +134,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero2": GPT | data("zero2"),
     "fsdp": GPT | data("fsdp"),
     "fsdp of one rank": GPT | data("fsdp") | ONE_LAYER | {"dp": 1},
+    # Of a single microbatch: a step begins without gradients, and those in no unit stay unsharded.
+    "fsdp, experts without copies": MOE | FEW | data("fsdp") | {"ep": 2, "recompute": "none"},
+    "hsdp, experts of two copies": MOE | FEW | data("fsdp", shard=2) | {"dp": 4, "ep": 2, "global_batch": 4},
     "latent": LATENT,
     "packed": LLAMA | PACKED,
     "norms of heads with biases, tp sequence": GPT | {"tp": 2, "model.qk_norm": "head"} | SEQUENCE,
@@ -330,7 +333,7 @@ SELDOM = {
     "moe, 2d of one row x 1f1b selective bf16",
     "soft cap, large vocabulary, tp", "loss in chunks, soft cap, tp bf16", "z-loss bf16",
     "tokens ahead, large vocabulary", "two tokens ahead, tp, large vocabulary", "tokens ahead, 1f1b",
-    "tokens ahead, 1f1b, offload",
+    "tokens ahead, 1f1b, offload", "fsdp, experts without copies", "hsdp, experts of two copies",
     "tokens ahead, fsdp", "tokens ahead, loss in chunks, tied bf16", "tokens ahead, moe full",
     "moe, gated shared experts, tp sequence",
 }  # fmt: skip

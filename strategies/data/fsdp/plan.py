@@ -15,14 +15,14 @@ from parallelrun.config.schema.run_schema import DataStrategyConfig
 from parallelrun.planner.contract.classes import splits_backward
 from parallelrun.planner.contract.collective import Collective
 from parallelrun.planner.contract.data_strategy import ExchangeForm
-from parallelrun.planner.contract.parameters import distinct_parameters
+from parallelrun.planner.contract.parameters import HeldParameter, distinct_parameters, held_parameters
 from parallelrun.planner.contract.plan import Plan, once
 from parallelrun.planner.contract.request import Request
 from parallelrun.planner.memory.peak import gradient_bytes
 from parallelrun.planner.model.model_spec import ParameterSpec
 from parallelrun.planner.predict.prediction import merge
 
-from ..common.bucket_prediction import buckets_of, final_collectives, local_shapes
+from ..common.bucket_prediction import buckets_of, final_collectives, local_shapes, summing_bytes
 from ..common.buckets import padded_numel, reduce_bytes, shard_dim
 from ..common.keys import FSDPConfig
 from . import checks
@@ -99,12 +99,12 @@ class FSDP(UnitSharding):
         gradients of the block after it, the root's unsharded ones, and the reduced ones of all blocks after it, unless
         these are counted for the complete step."""
         sent, freed = self._by_block(stage, number, coordinate, plan)
-        of_root = self._of_root(stage, coordinate, plan)
+        left = self._left_by_blocks(stage, coordinate, plan)
         sizes, reduced = [], 0
         for index in reversed(range(len(sent))):
             pending = sent[index + 1] if index + 1 < len(sent) else 0
             reduced += 0 if self.keeps_gradients(plan) else pending // self.shard
-            sizes.append(pending + reduced + sum(of_root[index + 1 :]) + sum(_gathered_at(index, freed)))
+            sizes.append(pending + reduced + sum(left[index + 1 :]) + sum(_gathered_at(index, freed)))
         return sizes[::-1]
 
     def closing_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
@@ -114,10 +114,10 @@ class FSDP(UnitSharding):
         reduced gradients of all blocks after it. The root itself is reduced last."""
         copies = 1 if self._counts_unsharded(plan) else 2
         sent, freed = self._by_block(stage, number, coordinate, plan)
-        of_root = self._of_root(stage, coordinate, plan)
+        left = self._left_by_blocks(stage, coordinate, plan)
         sizes, reduced = [], 0
         for index, flat in reversed([*enumerate(sent)]):
-            others = reduced + sum(of_root[index + 1 :]) + _gathered_at(index, freed)[1]
+            others = reduced + sum(left[index + 1 :]) + _gathered_at(index, freed)[1]
             sizes.append(copies * flat + flat // self.shard + others)
             reduced += 0 if self.keeps_gradients(plan) else flat // self.shard
         reduces = self.reduce_each_microbatch or number == plan.batch.microbatches - 1
@@ -131,16 +131,20 @@ class FSDP(UnitSharding):
         """Whether unsharded gradients are stored, and so counted, for the complete step (`gradient_layout`)."""
         return not self.reduce_each_microbatch and self.keeps_gradients(plan)
 
-    def _of_root(self, stage: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
-        """Bytes, for each block of a stage, of the unsharded gradients that it leaves for the root to reduce: those of
-        weights that blocks share. 0 where they are counted for the complete step."""
+    def _left_by_blocks(self, stage: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
+        """Bytes, for each block of a stage, of the unsharded gradients that it leaves: for the root to reduce those of
+        weights that blocks share, and those in no unit. 0 where they are counted for the complete step."""
+        pp_rank, left = plan.stages[stage].pp_rank, list[HeldParameter]()
+        if not self._counts_unsharded(plan):
+            left += (p for unit in self.units(plan, pp_rank) if not unit.block for p in unit.trained.parameters)
+        if not self.keeps_gradients(plan):
+            left += (p for p in held_parameters(plan, pp_rank) if is_unsharded(p, plan))
         sizes = dict.fromkeys(plan.stages[stage].blocks, 0)
-        for unit in self.units(plan, plan.stages[stage].pp_rank) if not self._counts_unsharded(plan) else ():
-            if unit.stage == stage and not unit.block:
-                for parameter in unit.trained.parameters:
-                    reader = plan.spec.readers.get(parameter.spec.name)
-                    block = reader if reader in sizes else parameter.block
-                    sizes[block] += gradient_bytes(plan, [parameter], coordinate)
+        for parameter in left:
+            if parameter.stage == stage:
+                reader = plan.spec.readers.get(parameter.spec.name)
+                block = reader if reader in sizes else parameter.block
+                sizes[block] += gradient_bytes(plan, [parameter], coordinate)
         return [*sizes.values()]
 
     def _by_block(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> tuple[list[int], list[int]]:
@@ -158,9 +162,13 @@ class FSDP(UnitSharding):
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """The reduced gradients, unless they are counted for the complete step. Where backward is split, units are
         reduced one after the other: a unit's weights are freed, its unsharded gradients become a flat copy, of which
-        gloo makes another one, and this rank's part of the sum stays."""
+        gloo makes another one, and this rank's part of the sum stays. Last, those in no unit are summed over copies."""
+        summed = summing_bytes(pp_rank, coordinate, plan)
         if self.keeps_gradients(plan) or (self.reduce_each_microbatch and plan.pipeline.splits_backward):
-            return 0
+            return summed
+        if not plan.pipeline.splits_backward:  # else they are counted with all gradients of the schedule
+            in_no_unit = ((p, count) for p, count in distinct_parameters(plan, pp_rank) if is_unsharded(p, plan))
+            summed += sum(count * gradient_bytes(plan, [p], coordinate) for p, count in in_no_unit)
         current, most = 0, 0
         for unit, count in self.counted_units(plan, pp_rank):
             flat = reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
@@ -169,7 +177,7 @@ class FSDP(UnitSharding):
                 most = max(most, current - weights + flat + flat // self.shard)
                 current -= count * (weights + flat)
             current += count * (flat // self.shard)
-        return max(most, current)
+        return max(most, current + summed)
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """All-gathers per use, a reduce-scatter per unit and backward pass that reduces (HSDP: and one all-reduce of
